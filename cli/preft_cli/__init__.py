@@ -1,0 +1,1 @@
+"""The `preft` command line. Only this package draws on the terminal."""

@@ -1,0 +1,74 @@
+"""JSON as `preft` reads it: strict, and located. Duplicate keys and non-finite numbers are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from preft.errors import AdapterError
+
+
+class _DuplicateKeyError(ValueError):
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DuplicateKeyError(key)
+        found[key] = value
+    return found
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"`{text}` is not JSON")
+
+
+def parse_json_object(data: bytes, name: str) -> dict[str, Any]:
+    """Parses `data` as one JSON object.
+
+    Args:
+        data: The bytes of the file.
+        name: What to call the file in an error.
+
+    Raises:
+        AdapterError: Not UTF-8, not JSON, not an object, or a key occurs twice; the message gives line and column.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise AdapterError(f"`{name}` is not UTF-8 text", got=f"byte {error.start}: {error.reason}") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise AdapterError(f"`{name}` is not valid JSON", got=f"{where}: {error.msg}") from None
+    except _DuplicateKeyError as error:
+        raise AdapterError(
+            f"`{name}` holds the key `{error.key}` twice in one object", got=_locate_second(text, error.key)
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"`{name}` is not valid JSON", got=str(error)) from None
+    if not isinstance(value, dict):
+        raise AdapterError(f"`{name}` does not hold a JSON object", got=type(value).__name__)
+    return value
+
+
+def _locate_second(text: str, key: str) -> str:
+    """Line and column of the second place where `key` is written as a key.
+
+    Two occurrences in different objects can precede the true duplicate; the place is then the earlier one, which is
+    why the message says which key it is as well.
+    """
+    needle, at, seen = json.dumps(key), -1, 0
+    while seen < 2:
+        at = text.find(needle, at + 1)
+        if at < 0:
+            return f"key `{key}`"
+        if text[at + len(needle) :].lstrip().startswith(":"):
+            seen += 1
+    line = text.count("\n", 0, at) + 1
+    return f"line {line}, column {at - text.rfind(chr(10), 0, at)}"

@@ -1,0 +1,245 @@
+"""Adapters on disk: one folder with `preft.json` and `preft.safetensors`.
+
+A load opens the folder once and its files relative to that descriptor, without following links, reads each file once
+into memory, and parses and hashes those very bytes; nothing that happens to the path meanwhile can make the checked
+bytes differ from the used ones. A save is atomic: the whole folder appears, or nothing does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import struct
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from preft.adapters.adapter import Adapter
+from preft.adapters.jsonfile import parse_json_object
+from preft.adapters.manifest import MANIFEST_NAME, TENSORS_NAME, Manifest
+from preft.errors import AdapterError, FileError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_HEADER_BYTES = 64 << 20
+MAX_TENSORS = 1_000_000
+
+
+def load_adapter(folder: Path | str, *, expected_digest: str | None = None) -> Adapter:
+    """Reads and validates an adapter folder.
+
+    Args:
+        folder: The folder; it may be reached through links, the files in it may not be links.
+        expected_digest: Digest that it was registered under; a difference is an error.
+
+    Raises:
+        FileError: The folder or a file in it cannot be read.
+        AdapterError: The contents are not a valid adapter, or not the expected one.
+    """
+    folder = Path(folder)
+    descriptor = _open_folder(folder)
+    try:
+        manifest_bytes = _read_at(descriptor, MANIFEST_NAME, folder, MAX_MANIFEST_BYTES)
+        tensor_bytes = _read_at(descriptor, TENSORS_NAME, folder, None)
+    finally:
+        os.close(descriptor)
+    return adapter_from_bytes(manifest_bytes, tensor_bytes, name=str(folder), expected_digest=expected_digest)
+
+
+def adapter_from_bytes(
+    manifest_bytes: bytes, tensor_bytes: bytes, *, name: str, expected_digest: str | None = None
+) -> Adapter:
+    """Validates an adapter held in memory, such as one pushed to a server.
+
+    Args:
+        manifest_bytes: Contents of `preft.json`.
+        tensor_bytes: Contents of `preft.safetensors`.
+        name: What to call it in errors.
+        expected_digest: Digest that it must have, or None.
+
+    Raises:
+        AdapterError: The contents are not a valid adapter, or not the expected one.
+    """
+    manifest = Manifest.from_dict(parse_json_object(manifest_bytes, f"{name}/{MANIFEST_NAME}"))
+    adapter = Adapter.build(manifest, parse_safetensors(tensor_bytes, f"{name}/{TENSORS_NAME}"))
+    for recorded, where in ((manifest.digest, "its manifest records"), (expected_digest, "it was registered with")):
+        if recorded is not None and recorded != adapter.digest:
+            raise AdapterError(
+                f"The adapter `{name}` has not the digest that {where}",
+                got=adapter.digest,
+                accepted=str(recorded),
+                hint="the files were changed or damaged after they were written; convert or copy the adapter again",
+            )
+    return adapter
+
+
+def save_adapter(adapter: Adapter, folder: Path | str, *, readme: str | None = None, force: bool = False) -> None:
+    """Writes an adapter folder, whole or not at all.
+
+    Args:
+        adapter: What to write.
+        folder: Where; it must not exist or be empty, unless `force`.
+        readme: Text of a model card to write beside it.
+        force: Replace what is there. Only an adapter folder or an empty folder is ever replaced.
+
+    Raises:
+        UsageError: `folder` exists and is not empty, and `force` does not apply.
+        FileError: It cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    require_writable_target(folder, force=force)
+    with _atomic_folder(folder) as partial:
+        save_file({name: tensor.contiguous() for name, tensor in adapter.tensors.items()}, partial / TENSORS_NAME)
+        (partial / MANIFEST_NAME).write_text(adapter.manifest.to_json(), encoding="utf-8")
+        if readme is not None:
+            (partial / "README.md").write_text(readme, encoding="utf-8")
+        os.chmod(partial / TENSORS_NAME, stat.S_IMODE((partial / MANIFEST_NAME).stat().st_mode))
+
+
+def require_writable_target(folder: Path, *, force: bool) -> None:
+    """Checks, before any work is done, that `folder` may be written.
+
+    Raises:
+        UsageError: It is a file, or not empty without `force`, or not ours to replace.
+    """
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise UsageError(f"The target `{folder}` is not a folder", accepted="a path that does not exist yet")
+    if not any(folder.iterdir()):
+        return
+    if not force:
+        raise UsageError(
+            f"The target `{folder}` exists and is not empty", hint="choose another folder, or pass `--force`"
+        )
+    if not (folder / MANIFEST_NAME).exists():
+        raise UsageError(
+            f"The target `{folder}` is not a preft adapter, so `--force` does not replace it",
+            hint="choose another folder, or remove it yourself",
+        )
+
+
+@contextlib.contextmanager
+def _atomic_folder(folder: Path):  # type: ignore[no-untyped-def]
+    """Yields a sibling folder that becomes `folder` on success and vanishes on any failure, Ctrl-C included."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+    try:
+        yield partial
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(partial, 0o777 & ~umask)
+        _swap_in(partial, folder)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, FileError):
+            raise _cannot_write(folder, error) from None
+        if type(error).__name__ == "SafetensorError":
+            raise _cannot_write(folder, error) from None
+        raise
+
+
+def _swap_in(partial: Path, folder: Path) -> None:
+    if folder.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.parent))
+        os.rename(folder, old / "replaced")
+        try:
+            os.rename(partial, folder)
+        except OSError:
+            os.rename(old / "replaced", folder)
+            raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(partial, folder)
+
+
+def _cannot_write(folder: Path, error: BaseException) -> FileError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return FileError(f"`{folder}` cannot be written", got=reason, hint="nothing was left behind")
+
+
+def _open_folder(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except NotADirectoryError:
+        raise FileError(f"`{folder}` is not a folder", accepted="the folder of a preft adapter") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise FileError(f"The adapter folder `{folder}` cannot be opened", got=reason) from None
+
+
+def _read_at(descriptor: int, name: str, folder: Path, limit: int | None) -> bytes:
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=descriptor)
+    except FileNotFoundError:
+        peft = _exists_at(descriptor, "adapter_config.json")
+        raise FileError(
+            f"`{folder}` is not a preft adapter: it has no `{name}`",
+            got="a PEFT adapter" if peft else None,
+            hint=f"convert it first: `preft convert {folder} DST`" if peft else "name the folder `preft convert` wrote",
+        ) from None
+    except OSError as error:
+        reason = "a symbolic link" if error.errno == 40 else error.strerror
+        raise FileError(f"`{folder / name}` cannot be opened", got=reason, accepted="a regular file") from None
+    with os.fdopen(file, "rb") as stream:
+        info = os.fstat(stream.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            raise FileError(f"`{folder / name}` is not a regular file")
+        if limit is not None and info.st_size > limit:
+            raise FileError(f"`{folder / name}` is too large", got=f"{info.st_size} bytes", accepted=f"{limit} at most")
+        return stream.read()
+
+
+def _exists_at(descriptor: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def parse_safetensors(data: bytes, name: str) -> dict[str, torch.Tensor]:
+    """Parses a safetensors buffer after checking its header strictly.
+
+    Raises:
+        AdapterError: Truncated, not safetensors, a tensor named twice, too many tensors, or a type that is not float.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    if len(data) < 8:
+        raise AdapterError(f"`{name}` is truncated", got=f"{len(data)} bytes", accepted="a safetensors file")
+    (header_bytes,) = struct.unpack("<Q", data[:8])
+    if header_bytes > min(MAX_HEADER_BYTES, len(data) - 8):
+        raise AdapterError(
+            f"`{name}` is truncated or not a safetensors file",
+            got=f"a header of {header_bytes} bytes in a file of {len(data)}",
+        )
+    header = parse_json_object(data[8 : 8 + header_bytes].rstrip(b" "), f"{name} (header)")
+    entries = {key: value for key, value in header.items() if key != "__metadata__"}
+    if len(entries) > MAX_TENSORS:
+        raise AdapterError(f"`{name}` holds too many tensors", got=str(len(entries)), accepted=f"{MAX_TENSORS} at most")
+    for tensor_name, entry in entries.items():
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        if dtype not in ("F32", "F16", "BF16"):
+            raise AdapterError(
+                f"Tensor `{tensor_name}` in `{name}` has an unsupported type",
+                got=json.dumps(dtype),
+                accepted="F32, F16 or BF16",
+            )
+    try:
+        tensors: dict[str, torch.Tensor] = load(data)
+        return tensors
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise AdapterError(f"`{name}` is not a valid safetensors file", got=str(error)) from None

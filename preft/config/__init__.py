@@ -1,0 +1,1 @@
+"""Seams and settings that need no machine-learning library."""

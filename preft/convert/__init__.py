@@ -1,0 +1,1 @@
+"""Other tools' checkpoints into `preft` adapters, and back."""

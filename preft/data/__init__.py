@@ -1,0 +1,1 @@
+"""Prompts as rows: read, render, tokenise."""

@@ -1,0 +1,1 @@
+"""Base models: the embedded default one, and finding a checkpoint by folder, name or hub id."""

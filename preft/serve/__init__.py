@@ -1,0 +1,1 @@
+"""Serving: the Hugging Face path and the vLLM backend."""

@@ -1,0 +1,1 @@
+"""Recipes, cards and examples that `preft init` and the converter copy. Data only."""
