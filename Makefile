@@ -1,0 +1,52 @@
+# preft: see CONTRIBUTING.md. `make demo` and `make test` work on a bare clone.
+
+VENV ?= .venv
+PYTHON ?=
+# Test processes; engine tests hold one vLLM engine a process, and a file's tests share a process.
+JOBS ?= 2
+# More for pytest, such as PYTEST_ARGS="-k positions -x"
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+SETUP := VENV=$(VENV) $(if $(PYTHON),PYTHON=$(PYTHON)) scripts/setup.sh
+# One thread a process: the models in the tests are tiny, and two processes share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup gpu demo test test-full fast check format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: ## Create .venv and install the locked dependencies (CPU)
+	@$(SETUP)
+
+gpu: ## Create .venv with vllm for NVIDIA GPUs instead
+	@$(SETUP) gpu
+
+demo: setup ## The main job, end to end, on the embedded model (minutes)
+	@$(BIN)/preft demo
+
+test: setup ## All tests, long property tests on seeded subsets
+	@$(PYTEST)
+
+test-full: setup ## All tests, long property tests whole
+	@$(PYTEST) --full
+
+fast: setup ## Tests without an engine or the embedded model (under 3 minutes)
+	@$(PYTEST) -m "not engine and not smollm2"
+
+check: setup ## Formatting, lint, types, import rules
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup ## Apply formatting and the lint fixes that are safe
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## Remove .venv, caches and build output
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf *.egg-info
