@@ -14,6 +14,7 @@ import shutil
 import stat
 import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,12 +96,11 @@ def save_adapter(adapter: Adapter, folder: Path | str, *, readme: str | None = N
 
     folder = Path(folder)
     require_writable_target(folder, force=force)
-    with _atomic_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         save_file({name: tensor.contiguous() for name, tensor in adapter.tensors.items()}, partial / TENSORS_NAME)
         (partial / MANIFEST_NAME).write_text(adapter.manifest.to_json(), encoding="utf-8")
         if readme is not None:
             (partial / "README.md").write_text(readme, encoding="utf-8")
-        os.chmod(partial / TENSORS_NAME, stat.S_IMODE((partial / MANIFEST_NAME).stat().st_mode))
 
 
 def require_writable_target(folder: Path, *, force: bool) -> None:
@@ -127,7 +127,7 @@ def require_writable_target(folder: Path, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def _atomic_folder(folder: Path):  # type: ignore[no-untyped-def]
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields a sibling folder that becomes `folder` on success and vanishes on any failure, Ctrl-C included."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -139,6 +139,8 @@ def _atomic_folder(folder: Path):  # type: ignore[no-untyped-def]
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(partial, 0o777 & ~umask)
+        for file in partial.iterdir():
+            os.chmod(file, 0o666 & ~umask)
         _swap_in(partial, folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)

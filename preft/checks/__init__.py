@@ -1,0 +1,1 @@
+"""What can be said about an adapter without an engine: inspection and checks."""
