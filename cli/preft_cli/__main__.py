@@ -1,0 +1,5 @@
+"""`python -m preft_cli`."""
+
+from preft_cli.app import main
+
+main()

@@ -1,0 +1,64 @@
+"""Where output goes: data to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+
+from preft.config.progress import Progress
+from preft_cli.environment import hush
+
+_UNLIMITED = 10_000
+
+
+class Session:
+    """The output side of one command.
+
+    Args:
+        as_json: Data is printed as JSON.
+        quiet: Nothing but errors on stderr.
+        verbose: The libraries' own logs are left on.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
+        hush(verbose=verbose)
+        self.as_json = as_json
+        self.quiet = quiet
+        self.verbose = verbose
+        self.out = _console(sys.stdout)
+        self.err = _console(sys.stderr)
+
+    def emit(self, document: Any) -> None:
+        """Prints one JSON value on a line of its own."""
+        print(json.dumps(document, ensure_ascii=False), flush=True)
+
+    def show(self, *parts: RenderableType) -> None:
+        """Prints data for people."""
+        for part in parts:
+            self.out.print(part)
+
+    def note(self, text: str) -> None:
+        """Says something beside the data."""
+        if not self.quiet:
+            self.err.print(text)
+
+    def warn(self, text: str) -> None:
+        """Says something that should not be missed; not silenced by `--quiet`."""
+        self.err.print(f"warning: {text}")
+
+    def progress(self) -> Progress | None:
+        """A drawer of progress, or None for silence."""
+        if self.quiet:
+            return None
+        from preft_cli.progress import LineProgress, TerminalProgress
+
+        return TerminalProgress(self.err) if self.err.is_terminal else LineProgress(self.err)
+
+
+def _console(stream: TextIO) -> Console:
+    """A console that never wraps what goes into a file or a pipe, and never reads markup in users' text."""
+    width = None if stream.isatty() else _UNLIMITED
+    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False, soft_wrap=True)
