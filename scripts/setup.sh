@@ -36,9 +36,17 @@ find_python() {
     fail "No Python from 3.11 to 3.14 was found" "install one, or name it: make PYTHON=/path/to/python3.11 ..."
 }
 
+# How far pip is, from its output on stdin.
+pip_stage() {
+    awk -v total="$1" '
+        /^(Collecting|Processing|Requirement already)/ { seen++ }
+        /^Installing collected packages/ { unpacking = 1 }
+        END { if (unpacking) print ", unpacking"; else if (total) print ", package " seen + 0 " of " total }'
+}
+
 # Runs a step quietly into the log; shows how far pip is; on failure shows the end of the log.
 step() {
-    local label="$1" total="$2" started=$SECONDS shown=$SECONDS seen child
+    local label="$1" total="$2" started=$SECONDS shown=$SECONDS child
     shift 2
     say "$label"
     printf '\n== %s\n' "$label" >>"$log"
@@ -51,8 +59,7 @@ step() {
         sleep 0.2
         if [ $((SECONDS - shown)) -ge 15 ]; then
             shown=$SECONDS
-            seen=$(tail -c "+$((offset + 1))" "$log" | grep -c -E '^(Collecting|Processing|Requirement already)' || true)
-            say "  $((SECONDS - started)) s${total:+, pip is at package $seen of $total}"
+            say "  $((SECONDS - started)) s$(tail -c "+$((offset + 1))" "$log" | pip_stage "$total")"
         fi
     done
     trap - INT TERM
