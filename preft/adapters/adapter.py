@@ -29,6 +29,11 @@ class SiteTensors:
     up: torch.Tensor
     bias: torch.Tensor | None
 
+    def is_zero(self) -> bool:
+        """Whether the update is zero whatever it reads."""
+        constant = self.bias is not None and bool(self.bias.any())
+        return not bool(self.up.any()) or not (bool(self.down.any()) or constant)
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -72,7 +77,7 @@ class Adapter:
 
     def moves_nothing(self) -> bool:
         """Whether every update is exactly zero, as in an adapter that was never trained."""
-        return all(not self.site_tensors(site).up.any() or site.scale == 0.0 for site in self.manifest.sites)
+        return all(site.scale == 0.0 or self.site_tensors(site).is_zero() for site in self.manifest.sites)
 
 
 def tensor_prefix(site: Site) -> str:

@@ -103,8 +103,16 @@ def save_adapter(adapter: Adapter, folder: Path | str, *, readme: str | None = N
             (partial / "README.md").write_text(readme, encoding="utf-8")
 
 
-def require_writable_target(folder: Path, *, force: bool) -> None:
+def require_writable_target(
+    folder: Path, *, force: bool, marker: str = MANIFEST_NAME, what: str = "a preft adapter"
+) -> None:
     """Checks, before any work is done, that `folder` may be written.
+
+    Args:
+        folder: Where something is to be written.
+        force: Replace what is there.
+        marker: A file that must be there for `force` to replace the folder.
+        what: What a folder with the marker is, for the message.
 
     Raises:
         UsageError: It is a file, or not empty without `force`, or not ours to replace.
@@ -119,9 +127,9 @@ def require_writable_target(folder: Path, *, force: bool) -> None:
         raise UsageError(
             f"The target `{folder}` exists and is not empty", hint="choose another folder, or pass `--force`"
         )
-    if not (folder / MANIFEST_NAME).exists():
+    if not (folder / marker).exists():
         raise UsageError(
-            f"The target `{folder}` is not a preft adapter, so `--force` does not replace it",
+            f"The target `{folder}` is not {what}, so `--force` does not replace it",
             hint="choose another folder, or remove it yourself",
         )
 

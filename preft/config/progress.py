@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -16,3 +18,16 @@ class Progress(Protocol):
 
     def finish(self) -> None:
         """Ends the current stage."""
+
+
+@contextlib.contextmanager
+def stage(progress: Progress | None, label: str, total: int | None = None) -> Iterator[None]:
+    """Reports the body of a `with` block as one stage; does nothing where `progress` is None."""
+    if progress is None:
+        yield
+        return
+    progress.start(label, total)
+    try:
+        yield
+    finally:
+        progress.finish()

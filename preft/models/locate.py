@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from preft.config.progress import Progress
+from preft.config.progress import Progress, stage
 from preft.errors import FileError, UsageError
 from preft.models.smollm2 import HUB_ID, MODEL_NAME, fetch_smollm2
 
@@ -61,6 +61,27 @@ def locate_model(model: str, *, progress: Progress | None = None) -> Path:
     return download(model, what="model", patterns=_CHECKPOINT_FILES, needs="config.json", progress=progress)
 
 
+def find_local_model(model: str) -> Path | None:
+    """The checkpoint folder of a model if it is already on this machine; fetches nothing and never fails."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return path if (path / "config.json").is_file() else None
+    if is_embedded(model):
+        path = cache_dir() / "models" / MODEL_NAME
+        return path if (path / "config.json").is_file() else None
+    if not _HUB_ID.fullmatch(model):
+        return None
+    repository, _, revision = model.partition("@")
+    try:
+        config = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+    except (HFValidationError, ValueError, OSError):
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def is_embedded(model: str) -> bool:
     """Whether a name means the embedded model."""
     return model.casefold() in (MODEL_NAME, HUB_ID.casefold())
@@ -90,14 +111,13 @@ def download(source: str, *, what: str, patterns: list[str], needs: str, progres
     )
 
     repository, _, revision = source.partition("@")
-    if progress is not None:
-        progress.start(f"Fetching {source}", None)
     try:
-        folder = Path(
-            snapshot_download(
-                repository, revision=revision or None, allow_patterns=patterns, ignore_patterns=_ELSEWHERE
+        with stage(progress, f"Fetching {source}"):
+            folder = Path(
+                snapshot_download(
+                    repository, revision=revision or None, allow_patterns=patterns, ignore_patterns=_ELSEWHERE
+                )
             )
-        )
     except RevisionNotFoundError:
         raise FileError(f"The hub's `{repository}` has no revision `{revision}`") from None
     except GatedRepoError:
@@ -116,9 +136,6 @@ def download(source: str, *, what: str, patterns: list[str], needs: str, progres
             got=_first_line(error),
             hint="name a local folder, or try again with a network",
         ) from None
-    finally:
-        if progress is not None:
-            progress.finish()
     if not (folder / needs).is_file():
         raise FileError(f"The hub's `{source}` is not a {what}", got=f"no `{needs}` in it", accepted=f"a {what}")
     return folder

