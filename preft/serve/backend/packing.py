@@ -1,0 +1,161 @@
+"""From an adapter file to what this worker's modules use: renamed, sliced for this rank, joined, scaled, cast.
+
+Strict: every site of the manifest must land on exactly one part of one module, with exactly its shape. Runs on the
+loader's thread, never inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from preft.adapters.adapter import Adapter
+from preft.errors import AdapterError
+from preft.serve.backend.sites import PackedAdapter
+from preft.types import Site, SiteKind
+from preft_kernels.packed import PackedSite, UpPart
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """One module of the running model that takes adapters.
+
+    Attributes:
+        index: Its place in `PackedAdapter.sites`.
+        name: Its path in vLLM's model.
+        kind: Linear (the head included) or block.
+        parts: Paths of the checkpoint's modules that it fuses, in output order; itself where it fuses none.
+        in_features: Width of its whole input, over all ranks.
+        out_features: Width of each part's whole output, over all ranks.
+        module: The wrapped module, for slicing to this rank; None for blocks and the head, which are whole on each.
+    """
+
+    index: int
+    name: str
+    kind: SiteKind
+    parts: tuple[str, ...]
+    in_features: int
+    out_features: tuple[int, ...]
+    module: nn.Module | None
+
+
+class Packer:
+    """Packs adapters for one model on one rank.
+
+    Args:
+        modules: The modules that take adapters.
+        rename: From a path in the Hugging Face model to the path in vLLM's model.
+        dtype: Of the numbers in use.
+        max_rank: Largest rank accepted.
+        lm_head_note: Appended to the error for an `lm_head` site where the engine has none.
+    """
+
+    def __init__(
+        self, modules: Sequence[ModuleInfo], rename: Callable[[str], str], dtype: torch.dtype, max_rank: int
+    ) -> None:
+        self.modules = tuple(modules)
+        self.dtype = dtype
+        self.max_rank = max_rank
+        self._rename = rename
+        self._where = {
+            (part, module.kind): (module, position) for module in modules for position, part in enumerate(module.parts)
+        }
+
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """Packs one adapter.
+
+        Raises:
+            AdapterError: A site has no module here, another shape than its module, or too large a rank.
+        """
+        manifest = adapter.manifest
+        if manifest.max_rank > self.max_rank:
+            raise AdapterError(
+                "The adapter's rank is above the engine's limit",
+                got=str(manifest.max_rank),
+                accepted=f"at most {self.max_rank}",
+                hint="start the engine with a larger `--max-rank`",
+            )
+        by_module: dict[int, dict[int, Site]] = {}
+        for site in manifest.sites:
+            module, position = self._resolve(site)
+            by_module.setdefault(module.index, {})[position] = site
+        sites: list[PackedSite | None] = [None] * len(self.modules)
+        for index, members in by_module.items():
+            sites[index] = self._pack_module(adapter, self.modules[index], members)
+        return PackedAdapter(adapter.digest, tuple(sites), sum(site.num_bytes for site in sites if site is not None))
+
+    def _resolve(self, site: Site) -> tuple[ModuleInfo, int]:
+        found = self._where.get((self._rename(site.path), site.kind))
+        if found is None:
+            is_head = site.path.endswith("lm_head")
+            raise AdapterError(
+                f"The running model has no module for the site `{site.path}`",
+                got=f"a {site.kind} site",
+                accepted=None if is_head else _examples(self.modules),
+                hint="start the engine with `--lm-head`, so that the head takes adapters"
+                if is_head
+                else "the model may not support adapters there; see `preft inspect`",
+            )
+        module, position = found
+        expected = (module.in_features, module.out_features[position])
+        if (site.in_features, site.out_features) != expected:
+            raise AdapterError(
+                f"The site `{site.path}` does not fit the running model",
+                got=f"{site.in_features} -> {site.out_features}",
+                accepted=f"{expected[0]} -> {expected[1]}",
+            )
+        return found
+
+    def _pack_module(self, adapter: Adapter, module: ModuleInfo, members: dict[int, Site]) -> PackedSite:
+        downs: list[torch.Tensor] = []
+        biases: list[torch.Tensor] = []
+        parts: list[UpPart] = []
+        columns = _local_columns(module)
+        rank_start = 0
+        for position in sorted(members):
+            site = members[position]
+            numbers = adapter.site_tensors(site)
+            # Scaled in float32 before the cast, so that rounding happens once.
+            down, up = numbers.down.float(), numbers.up.float() * site.scale
+            down, up = _slice_for_rank(module, position, down, up)
+            downs.append(down)
+            if numbers.bias is not None:
+                biases.append(numbers.bias.float())
+            parts.append(UpPart(columns[position], rank_start, up.t().to(self.dtype).contiguous()))
+            rank_start += site.rank
+        down_t = torch.cat(downs).t().to(self.dtype).contiguous()
+        bias = torch.cat(biases).to(self.dtype) if biases else None
+        return PackedSite.build(down_t, bias, parts)
+
+
+def _local_columns(module: ModuleInfo) -> list[int]:
+    """First output column of each part on this rank."""
+    widths: Sequence[int] = module.out_features
+    if module.module is not None and len(module.parts) > 1:
+        widths = module.module.output_slices  # type: ignore[assignment]
+    return [sum(widths[:position]) for position in range(len(module.parts))]
+
+
+def _slice_for_rank(
+    module: ModuleInfo, position: int, down: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of one site, by the wrapped module's own slicing."""
+    wrapped: Any = module.module
+    if wrapped is None or wrapped.tp_size == 1:
+        return down, up
+    if len(module.parts) == 1:
+        return wrapped.slice_lora_a(down), wrapped.slice_lora_b(up)
+    only_down = [down if place == position else None for place in range(len(module.parts))]
+    only_up = [up if place == position else None for place in range(len(module.parts))]
+    return wrapped.slice_lora_a(only_down)[position], wrapped.slice_lora_b(only_up)[position]
+
+
+def _examples(modules: Sequence[ModuleInfo], limit: int = 8) -> str:
+    names = dict.fromkeys(part.rpartition(".")[2] for module in modules for part in module.parts)
+    return "modules named " + ", ".join(list(names)[:limit])

@@ -1,0 +1,151 @@
+"""The model runner: before each forward pass it sets which rows of the batch are adapted, from positions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from preft.errors import EngineError
+from preft.serve.backend import guard
+from preft.serve.backend.manager import PreftModelManager, PreftWorkerManager
+from preft.serve.backend.messages import RequestStamp
+from preft.serve.backend.sites import StepState
+from preft.serve.backend.step_rows import NO_ROWS, ScheduledRequest, StepRows, build_step_rows
+from preft.serve.backend.tier import HostTier
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+guard.require_worker_seams()
+
+
+class PreftCPUModelRunner(CPUModelRunner):
+    """vLLM's CPU runner with adapters by position. Never constructed: the worker swaps the class of vLLM's.
+
+    Attributes:
+        preft_tier: Adapters of this worker; set by the worker after the model is loaded.
+        preft_stamps: Request id to what the scheduler said of it, until the request is finished.
+    """
+
+    preft_tier: HostTier
+    preft_stamps: dict[str, RequestStamp]
+    preft_num_steps: int
+    preft_num_adapted_steps: int
+    preft_num_adapted_tokens: int
+
+    def preft_init(self) -> None:
+        """Sets what the swapped class adds."""
+        self.preft_stamps = {}
+        self.preft_num_steps = self.preft_num_adapted_steps = self.preft_num_adapted_tokens = 0
+
+    @property
+    def preft_state(self) -> StepState:
+        """The state that all sites of the model share."""
+        return self.preft_manager.state
+
+    @property
+    def preft_manager(self) -> PreftModelManager:
+        """The manager of the wrapped model."""
+        manager: PreftWorkerManager = self.lora_manager
+        return manager.model_manager
+
+    def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:
+        """Wraps the model with our manager instead of vLLM's."""
+        self.lora_manager = PreftWorkerManager(vllm_config, device, model.embedding_modules)
+        wrapped: nn.Module = self.lora_manager.create_lora_manager(model, vllm_config)
+        return wrapped
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        for request_id in scheduler_output.finished_req_ids:
+            self.preft_stamps.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            if not hasattr(new, "preft_stamp") or new.lora_request is not None:
+                raise EngineError("A request reached preft's worker without passing preft's scheduler")
+            if new.preft_stamp is not None and new.preft_stamp.spans:
+                self.preft_stamps[new.req_id] = new.preft_stamp
+        return super()._update_states(scheduler_output)
+
+    def set_active_loras(
+        self,
+        input_batch: InputBatch,
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray | None = None,
+        mapping_type: object = None,
+    ) -> None:
+        """Sets the adapted rows of the step about to run."""
+        if num_sampled_tokens is None:
+            num_sampled_tokens = np.ones_like(num_scheduled_tokens)
+        rows = build_step_rows(self._preft_scheduled(input_batch, num_scheduled_tokens, num_sampled_tokens))
+        self.preft_set_rows(rows)
+        self.preft_num_steps += 1
+        self.preft_num_adapted_steps += bool(rows.num_adapted)
+        self.preft_num_adapted_tokens += rows.num_adapted
+
+    def _preft_scheduled(
+        self, input_batch: InputBatch, num_scheduled: np.ndarray, num_sampled: np.ndarray
+    ) -> list[ScheduledRequest]:
+        """The step's requests that can still have an adapted row."""
+        if not self.preft_stamps:
+            return []
+        count = len(num_scheduled)
+        computed = input_batch.num_computed_tokens_cpu[:count]
+        token_rows = np.cumsum(num_scheduled) - num_scheduled
+        sample_rows = np.cumsum(num_sampled) - num_sampled
+        found = []
+        for index, request_id in enumerate(input_batch.req_ids[:count]):
+            stamp = self.preft_stamps.get(request_id)
+            if stamp is not None and computed[index] < stamp.spans[-1][1]:
+                found.append(
+                    ScheduledRequest(
+                        stamp.adapter_id,
+                        stamp.spans,
+                        int(computed[index]),
+                        int(num_scheduled[index]),
+                        int(num_sampled[index]),
+                        int(token_rows[index]),
+                        int(sample_rows[index]),
+                    )
+                )
+        return found
+
+    def preft_set_rows(self, rows: StepRows) -> None:
+        """Makes `rows` the adapted rows of the next forward pass and brings in their adapters."""
+        state = self.preft_state
+        state.rows = rows
+        if rows is NO_ROWS:
+            state.active = {}
+            return
+        digests = {stamp.adapter_id: stamp.digest for stamp in self.preft_stamps.values()}
+        state.active = {slot: self.preft_tier.get(digests[slot]) for slot in rows.adapter_ids}
+
+    def _get_prompt_logprobs_dict(
+        self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
+        """Computes prompt log-probabilities, telling the head's site that its rows are prompt rows."""
+        self.preft_state.prompt_hidden = hidden_states
+        try:
+            result: dict[str, Any] = super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+        finally:
+            self.preft_state.prompt_hidden = None
+        return result
+
+    @contextmanager
+    def maybe_setup_dummy_loras(self, lora_config: object, remove_lora: bool = True) -> Iterator[None]:
+        """Sets nothing up: warm-up runs use no adapter here."""
+        yield
+
+    @contextmanager
+    def maybe_select_dummy_loras(self, *_args: object, **_kwargs: object) -> Iterator[None]:
+        """Leaves the rows as they are, so that the canary can run under its own."""
+        yield
+
+
+__all__ = ["PreftCPUModelRunner"]

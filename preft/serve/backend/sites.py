@@ -1,0 +1,155 @@
+"""The modules of the running model that take adapters, and how each calls for its update.
+
+vLLM wraps its linear modules itself; each wrapped module asks its "punica wrapper" for the update. Here every module
+gets a wrapper of its own, which knows which module it serves, so the update works on that module's packed numbers
+instead of on padded stacks for all slots. A block-output site is a wrapper on the decoder layer's class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from preft.serve.backend.decoder_layers import Residual, residual_of
+from preft.serve.backend.step_rows import NO_ROWS, StepRows
+from preft_kernels.grouped import grouped_update
+from preft_kernels.packed import PackedSite
+from preft_kernels.rows import Run, clip_runs
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """An adapter as this worker uses it.
+
+    Attributes:
+        digest: Its identity.
+        sites: By module index (see `ModuleInfo.index`); None where it has nothing.
+        num_bytes: Of all tensors.
+    """
+
+    digest: str
+    sites: tuple[PackedSite | None, ...]
+    num_bytes: int
+
+
+@dataclass
+class StepState:
+    """What every site of one model shares: this step's rows, and the adapters they need.
+
+    Attributes:
+        rows: Set before each forward pass.
+        active: Adapter id to its numbers, for the ids in `rows`.
+        prompt_hidden: While prompt log-probabilities are computed, the step's hidden states [T, D]; else None.
+        num_products: Matrix products run for adapters since the start; a pure-decode step adds none.
+        num_calls: By module index, how often it applied an update; the canary's proof that it is wired.
+    """
+
+    rows: StepRows = NO_ROWS
+    active: dict[int, PackedAdapter] = field(default_factory=dict)
+    prompt_hidden: torch.Tensor | None = None
+    num_products: int = 0
+    num_calls: dict[int, int] = field(default_factory=dict)
+
+    def update(self, index: int, y: torch.Tensor, x: torch.Tensor, runs: Sequence[Run]) -> None:
+        """Adds the updates of one module to `y` in place."""
+        sites = [[self.active[slot].sites[index] for slot in run.slots] for run in runs]
+        self.num_products += grouped_update(y, x, runs, sites)
+        self.num_calls[index] = self.num_calls.get(index, 0) + 1
+
+
+class LinearSite:
+    """What a wrapped linear module sees as its punica wrapper."""
+
+    def __init__(self, state: StepState, index: int) -> None:
+        self._state = state
+        self._index = index
+
+    def add_lora_linear(self, y: torch.Tensor, x: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+        """Adds the adapters' updates to `y` [T, d_out] in place; `x` is [T, d_in]. vLLM's stacks are not used."""
+        runs = self._state.rows.token_runs
+        if runs:
+            self._state.update(self._index, y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), runs)
+
+
+class LogitsSite:
+    """What the logits processor sees as its punica wrapper, where `lm_head` takes adapters.
+
+    Logits are computed for sampled rows and, when prompt log-probabilities are wanted, for slices of the prompt's
+    rows. Which of the two a call means is decided by where its input lies in memory.
+    """
+
+    def __init__(self, state: StepState, index: int) -> None:
+        self._state = state
+        self._index = index
+
+    def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+        """Adds the adapters' updates to the logits `y` [N, vocabulary] in place; `x` is [N, D]."""
+        if not any(adapter.sites[self._index] is not None for adapter in self._state.active.values()):
+            return
+        runs = self._runs(x)
+        if runs:
+            self._state.update(self._index, y, x, runs)
+
+    def _runs(self, x: torch.Tensor) -> Sequence[Run]:
+        step = self._state.prompt_hidden
+        if step is None:
+            return self._state.rows.sample_runs
+        first, remainder = divmod(x.data_ptr() - step.data_ptr(), step.stride(0) * step.element_size())
+        if remainder or not 0 <= first <= step.shape[0] - x.shape[0]:
+            raise RuntimeError("prompt logits were computed from rows that are not a slice of the step's hidden states")
+        return clip_runs(self._state.rows.token_runs, first, first + x.shape[0])
+
+
+class BlockSite:
+    """The update at one decoder layer's output."""
+
+    def __init__(self, state: StepState, index: int, residual: Residual) -> None:
+        self._state = state
+        self._index = index
+        self._residual = residual
+
+    def apply(self, output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Adds the update to the residual stream that `output` holds; the stream's first tensor is mutated."""
+        runs = self._state.rows.token_runs
+        if not runs or not any(adapter.sites[self._index] is not None for adapter in self._state.active.values()):
+            return output
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if self._residual is Residual.SUM:
+            stream = hidden + output[1]
+        else:
+            stream = hidden
+        width = hidden.shape[-1]
+        self._state.update(self._index, hidden.view(-1, width), stream.view(-1, width), runs)
+        return output
+
+
+_sited_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def install_block_site(layer: nn.Module, site: BlockSite) -> None:
+    """Makes a decoder layer apply `site` to its output.
+
+    The layer's class is swapped for a subclass: module names, parameter names and weight reloading stay as they are,
+    which replacing the module would not leave, and the forward pass stays an ordinary method, which a hook is not.
+    """
+    base = type(layer)
+    if base not in _sited_classes:
+
+        def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+            return self.preft_site.apply(base.forward(self, *args, **kwargs))  # type: ignore[operator,union-attr]
+
+        _sited_classes[base] = type(f"Preft{base.__name__}", (base,), {"forward": forward})
+    layer.preft_site = site  # type: ignore[assignment]
+    layer.__class__ = _sited_classes[base]
+
+
+def build_block_site(layer: nn.Module, state: StepState, index: int) -> BlockSite:
+    """The site of a decoder layer, by its class's residual convention.
+
+    Raises:
+        UnsupportedError: The class is not in the table.
+    """
+    return BlockSite(state, index, residual_of(type(layer).__name__))

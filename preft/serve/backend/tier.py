@@ -1,0 +1,113 @@
+"""A worker's host tier: adapters by digest, read and packed on a thread of its own, never inside a step.
+
+The scheduler decides what is loaded and dropped; this class obeys and reports. A load that fails is a report, not an
+exception: the request that wanted it fails, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from preft.adapters.adapter import Adapter
+from preft.adapters.fingerprint import BaseFingerprint
+from preft.adapters.store import load_adapter
+from preft.errors import EngineError, PreftError
+from preft.serve.backend.messages import LoadOrders, StepReport
+from preft.serve.backend.packing import Packer
+from preft.serve.backend.reference import AdapterReference
+from preft.serve.backend.sites import PackedAdapter
+
+logger = logging.getLogger(__name__)
+
+
+class HostTier:
+    """Packed adapters of one worker.
+
+    Args:
+        packer: Packs for this worker's model and rank.
+        base: Fingerprint of the running model.
+        allow_base_mismatch: Accept adapters made for other weights of the same architecture.
+    """
+
+    def __init__(self, packer: Packer, base: BaseFingerprint, *, allow_base_mismatch: bool) -> None:
+        self._packer = packer
+        self._base = base
+        self._allow_base_mismatch = allow_base_mismatch
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="preft-load")
+        self._loads: dict[str, Future[PackedAdapter]] = {}
+        self._ready: dict[str, PackedAdapter] = {}
+
+    def obey(self, orders: LoadOrders) -> None:
+        """Starts loads and forgets what is to be dropped. Returns at once."""
+        for digest in orders.drop:
+            self._ready.pop(digest, None)
+        for text in orders.load:
+            self.start_load(AdapterReference.decode(text))
+
+    def start_load(self, reference: AdapterReference) -> None:
+        """Orders one adapter; it will be in a later report even if it is here already."""
+        if reference.digest not in self._loads:
+            self._loads[reference.digest] = self._pool.submit(self._load, reference)
+
+    def take_report(self) -> StepReport:
+        """What finished since the last report."""
+        report = StepReport()
+        for digest, load in [(digest, load) for digest, load in self._loads.items() if load.done()]:
+            del self._loads[digest]
+            self._settle(digest, load, report)
+        return report
+
+    def get(self, digest: str) -> PackedAdapter:
+        """The numbers of an adapter that a step needs.
+
+        The scheduler admits a request only when rank 0 has reported its adapter ready; another rank may still be at
+        it, and waits here.
+
+        Raises:
+            EngineError: It was never loaded here; a scheduling fault that must not be served as base.
+        """
+        if digest not in self._ready and digest in self._loads:
+            report = StepReport()
+            self._settle(digest, self._loads.pop(digest), report)
+        if digest not in self._ready:
+            raise EngineError(f"Adapter {digest[:12]} is needed by a step but is not loaded on this worker")
+        return self._ready[digest]
+
+    def put(self, adapter: Adapter) -> PackedAdapter:
+        """Packs and keeps an adapter that is in memory already.
+
+        Raises:
+            AdapterError: It does not fit the running model.
+        """
+        packed = self._pack(adapter)
+        self._ready[adapter.digest] = packed
+        return packed
+
+    def wait(self) -> None:
+        """Waits until no load is under way."""
+        for load in list(self._loads.values()):
+            load.exception()
+
+    def _settle(self, digest: str, load: Future[PackedAdapter], report: StepReport) -> None:
+        error = load.exception()
+        if error is None:
+            self._ready[digest] = load.result()
+            report.loaded[digest] = self._ready[digest].num_bytes
+        else:
+            reason = str(error) if isinstance(error, PreftError) else f"{type(error).__name__}: {error}"
+            logger.warning("Adapter %s could not be loaded: %s", digest[:12], reason)
+            report.failed[digest] = reason
+
+    def _load(self, reference: AdapterReference) -> PackedAdapter:
+        held = self._ready.get(reference.digest)
+        if held is not None:
+            return held
+        adapter = load_adapter(reference.folder, expected_digest=reference.digest)
+        if adapter.manifest.positions != reference.policy:
+            raise EngineError(f"Adapter {reference.digest[:12]} was registered with another position policy")
+        return self._pack(adapter)
+
+    def _pack(self, adapter: Adapter) -> PackedAdapter:
+        adapter.manifest.base.require_same(self._base, allow_weights=self._allow_base_mismatch)
+        return self._packer.pack(adapter)

@@ -1,0 +1,118 @@
+"""The worker: vLLM's CPU worker with our runner, a host tier, and the proof that adapters act."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from preft.adapters.fingerprint import fingerprint_base
+from preft.errors import EngineError, UnsupportedError
+from preft.serve.backend import guard
+from preft.serve.backend.canary import CanaryResult, run_canary
+from preft.serve.backend.manager import tensor_dtype
+from preft.serve.backend.messages import LoadOrders
+from preft.serve.backend.options import BackendOptions
+from preft.serve.backend.packing import Packer
+from preft.serve.backend.reference import AdapterReference
+from preft.serve.backend.runner import PreftCPUModelRunner
+from preft.serve.backend.tier import HostTier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+guard.require_worker_seams()
+
+
+class PreftCPUWorker(CPUWorker):
+    """The class to name in `worker_cls` on CPU machines.
+
+    Attributes:
+        preft_options: Settings shared with the scheduler.
+        preft_tier: Adapters of this worker.
+    """
+
+    model_runner: PreftCPUModelRunner
+
+    def init_device(self) -> None:
+        """Builds vLLM's runner and makes it ours, after refusing what would be silently wrong."""
+        guard.require_our_scheduler(self.vllm_config)
+        guard.require_safe_config(self.vllm_config)
+        self.preft_options = BackendOptions.from_config(self.vllm_config.additional_config)
+        super().init_device()
+        if self.use_v2_model_runner:
+            raise UnsupportedError(
+                "vLLM's second model runner is not supported on CPU yet", hint="set `VLLM_USE_V2_MODEL_RUNNER=0`"
+            )
+        self.model_runner.__class__ = PreftCPUModelRunner
+        self.model_runner.preft_init()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Loads and wraps the model, then builds the host tier for it."""
+        super().load_model(**kwargs)
+        runner, options = self.model_runner, self.preft_options
+        packer = Packer(
+            runner.preft_manager.infos,
+            runner.preft_manager.renamer(),
+            tensor_dtype(self.vllm_config),
+            options.max_rank,
+        )
+        folder = Path(self.vllm_config.model_config.model)
+        self.preft_tier = HostTier(packer, fingerprint_base(folder), allow_base_mismatch=options.allow_base_mismatch)
+        runner.preft_tier = self.preft_tier
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warms up as vLLM does, then runs the canary: no engine is ready that has not passed it."""
+        times = super().compile_or_warm_up_model()
+        self._preft_canary = self.preft_canary()
+        return times
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Obeys the scheduler's load orders, then runs the step."""
+        orders = getattr(scheduler_output, "preft_orders", None)
+        if not isinstance(orders, LoadOrders):
+            raise EngineError("A step reached preft's worker without passing preft's scheduler")
+        self.preft_tier.obey(orders)
+        return self._preft_with_report(super().execute_model(scheduler_output))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Samples as vLLM does and adds the tier's report to the output."""
+        return self._preft_with_report(super().sample_tokens(grammar_output))
+
+    def _preft_with_report(self, output: Any) -> Any:
+        if not isinstance(output, ModelRunnerOutput):
+            return output
+        report = self.preft_tier.take_report()
+        if not report:
+            return output
+        # vLLM shares one empty output object between steps.
+        output = copy.copy(output)
+        output.preft_report = report
+        return output
+
+    def preft_canary(self) -> CanaryResult:
+        """Runs the canary on this worker. Raises `EngineError` if it fails."""
+        result = run_canary(self.model_runner, tensor_dtype(self.vllm_config))
+        return result
+
+    def preft_prefetch(self, references: list[str]) -> None:
+        """Orders adapters into the host tier ahead of any request."""
+        for text in references:
+            self.preft_tier.start_load(AdapterReference.decode(text))
+
+    def preft_status(self) -> dict[str, Any]:
+        """What this worker has done and holds; plain data."""
+        runner = self.model_runner
+        return {
+            "pid": os.getpid(),
+            "canary": asdict(self._preft_canary),
+            "steps": runner.preft_num_steps,
+            "adapted_steps": runner.preft_num_adapted_steps,
+            "adapted_tokens": runner.preft_num_adapted_tokens,
+            "adapter_products": runner.preft_state.num_products,
+        }
