@@ -28,8 +28,9 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
     messages = []
     for name in sorted(os.environ if environment is None else environment):
         if name.startswith("PREFT_") and name not in VARIABLES:
-            near = difflib.get_close_matches(name, VARIABLES, n=1)
-            known = f"did you mean {near[0]}?" if near else f"known: {', '.join(VARIABLES)}"
+            known_ends = [known.removeprefix("PREFT_") for known in VARIABLES]
+            near = difflib.get_close_matches(name.removeprefix("PREFT_"), known_ends, n=1)
+            known = f"did you mean PREFT_{near[0]}?" if near else f"known: {', '.join(VARIABLES)}"
             messages.append(f"environment variable {name} is not known and has no effect; {known}")
     return messages
 
