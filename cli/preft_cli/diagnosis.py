@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -55,9 +55,14 @@ def examine(probed: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     return [*_machine(probed), *_libraries(probed), _serving(probed), *_storage(), *_environment()]
 
 
-def probe_libraries() -> dict[str, dict[str, Any]]:
-    """Imports the libraries in a process of their own; name to facts, or to an `error`."""
-    names = [*NEEDED, *(["vllm"] if _vllm_distribution() else [])]
+def probe_libraries(names: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Imports libraries in a process of their own; name to facts, or to an `error`.
+
+    Args:
+        names: Which; by default those that are needed, and vllm if it is installed.
+    """
+    if names is None:
+        names = [*NEEDED, *(["vllm"] if _vllm_distribution() else [])]
     command = [sys.executable, "-m", "preft_cli.probe", *names]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
@@ -134,6 +139,8 @@ def _vllm_distribution() -> tuple[str, str] | None:
 
 
 def _serving(probed: Mapping[str, Mapping[str, Any]]) -> Finding:
+    from preft.serve.backend import guard
+
     installed = _vllm_distribution()
     if installed is None:
         return Finding(
@@ -143,20 +150,15 @@ def _serving(probed: Mapping[str, Mapping[str, Any]]) -> Finding:
             "pip install 'preft[serve]' on NVIDIA, or `make setup` for the locked CPU build",
         )
     name, version = installed
-    supported = supported_vllm()
-    if not any(version == known or version.startswith(f"{known}.") for known in supported):
-        return Finding("vllm", BROKEN, f"{name} {version}", f"supported: {', '.join(supported)}")
+    supported = ", ".join(f"{prefix}*" for prefix in guard.SUPPORTED)
+    if not version.startswith(guard.SUPPORTED):
+        return Finding("vllm", BROKEN, f"{name} {version}", f"supported: {supported}")
     facts = probed.get("vllm", {"error": "not reached"})
     if "error" in facts:
         return Finding("vllm", BROKEN, f"{name} {version}: {facts['error']}", "set up again: `make setup`")
     if not facts.get("device"):
         return Finding("vllm", BROKEN, f"{name} {version} finds no device", "preft needs its CPU or CUDA platform")
-    return Finding("vllm", OK, f"{name} {version} (device {facts['device']}; supported: {', '.join(supported)})")
-
-
-def supported_vllm() -> tuple[str, ...]:
-    """The vLLM releases that the backend accepts, as `major.minor`."""
-    return ("0.32",)
+    return Finding("vllm", OK, f"{name} {version} (device {facts['device']}; supported: {supported})")
 
 
 def _storage() -> Iterator[Finding]:
@@ -178,8 +180,14 @@ def _storage() -> Iterator[Finding]:
 
 
 def _environment() -> Iterator[Finding]:
+    from preft.serve.backend import guard
+
     for message in unknown_variables():
         yield Finding("environment", NOTE, message)
+    try:
+        guard.require_safe_environment()
+    except PreftError as error:
+        yield Finding("environment", BROKEN, error.what, error.hint)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "0") not in ("", "0"):
             yield Finding("environment", NOTE, f"{name} is set: models are not fetched from the hub")

@@ -30,9 +30,18 @@ def probe(name: str) -> dict[str, Any]:
             ]
         if name == "vllm":
             facts["device"] = importlib.import_module("vllm.platforms").current_platform.device_type
+            _require_seams()
         return facts
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def _require_seams() -> None:
+    """Raises what the backend would raise at start: the version, and the private parts of vLLM it reaches into."""
+    from preft.serve.backend import guard
+
+    guard.require_scheduler_seams()
+    guard.require_worker_seams()
 
 
 def main() -> None:

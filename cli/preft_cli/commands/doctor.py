@@ -16,18 +16,13 @@ def doctor(as_json: Json = False, quiet: Quiet = False) -> None:
 
     Exit status 1 if something that is needed does not work; notes do not fail.
     """
+    from preft.config.progress import stage
     from preft_cli.diagnosis import BROKEN, examine, probe_libraries
     from preft_cli.render import table
 
     session = Session(as_json=as_json, quiet=quiet)
-    progress = session.progress()
-    if progress is not None:
-        progress.start("Importing the libraries", None)
-    try:
+    with stage(session.progress(), "Importing the libraries"):
         probed = probe_libraries()
-    finally:
-        if progress is not None:
-            progress.finish()
     findings = examine(probed)
     broken = [finding for finding in findings if finding.status == BROKEN]
     if as_json:
