@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -76,7 +77,7 @@ def run_canary(runner: PreftCPUModelRunner, dtype: torch.dtype) -> CanaryResult:
 
 
 def _forward(runner: PreftCPUModelRunner) -> torch.Tensor:
-    hidden, _ = runner._dummy_run(_TOKENS, force_attention=True)
+    hidden: torch.Tensor = runner._dummy_run(_TOKENS, force_attention=True)[0]
     return hidden[:_TOKENS].detach().float().clone()
 
 
@@ -89,9 +90,10 @@ def _canary_adapter(infos: Sequence[ModuleInfo], dtype: torch.dtype) -> PackedAd
             continue
         d_in = info.in_features
         widths: Sequence[int] = info.out_features
-        if info.module is not None:
-            d_in = info.module.input_size if info.module.tp_size == 1 else _local_input(info)
-            widths = info.module.output_slices
+        module: Any = info.module
+        if module is not None:
+            d_in = int(module.lora_a_stacked[0].shape[-1])
+            widths = module.output_slices
         parts, column = [], 0
         for place, width in enumerate(widths):
             up_t = torch.randn(_RANK, width, generator=generator) * 0.02
@@ -101,8 +103,3 @@ def _canary_adapter(infos: Sequence[ModuleInfo], dtype: torch.dtype) -> PackedAd
         bias = torch.ones(down_t.shape[1], dtype=dtype) if info.kind is SiteKind.BLOCK else None
         sites.append(PackedSite.build(down_t, bias, parts))
     return PackedAdapter("canary", tuple(sites), 0)
-
-
-def _local_input(info: ModuleInfo) -> int:
-    """Width of a wrapped module's input on this rank."""
-    return int(info.module.lora_a_stacked[0].shape[-1])  # type: ignore[union-attr]

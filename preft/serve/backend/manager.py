@@ -40,6 +40,7 @@ class PreftModelManager(LRUCacheLoRAModelManager):
 
     state: StepState
     infos: tuple[ModuleInfo, ...]
+    supported_lora_modules: list[str]
 
     def __init__(self, *args: Any, vllm_config: VllmConfig, **kwargs: Any) -> None:
         self._preft_options = BackendOptions.from_config(vllm_config.additional_config)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from preft.serve.backend import guard
 from preft.serve.backend.admission import Admission, Demand
 from preft.serve.backend.cache_key import build_block_hasher
 from preft.serve.backend.ledger import AdapterLedger, Residency
-from preft.serve.backend.messages import LoadOrders, StepReport
+from preft.serve.backend.messages import StepReport
 from preft.serve.backend.options import BackendOptions
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.backend.request import PreftRequest, adopt, requested_boundary
@@ -182,13 +182,13 @@ class PreftScheduler(PreftSchedulerMixin, Scheduler):
     def __new__(cls, *args: Any, **kwargs: Any) -> PreftScheduler:
         """Chooses the base that fits the engine's configuration."""
         config = kwargs.get("vllm_config", args[0] if args else None)
-        if cls is PreftScheduler and config is not None and config.scheduler_config.async_scheduling:
-            return super().__new__(PreftAsyncScheduler)
-        return super().__new__(cls)
+        ahead = cls is PreftScheduler and config is not None and config.scheduler_config.async_scheduling
+        made: PreftScheduler = object.__new__(PreftAsyncScheduler if ahead else cls)
+        return made
 
 
 class PreftAsyncScheduler(PreftScheduler, AsyncScheduler):
     """The same over vLLM's asynchronous scheduler."""
 
 
-__all__ = ["LoadOrders", "PreftAsyncScheduler", "PreftScheduler", "PreftSchedulerMixin"]
+__all__ = ["PreftAsyncScheduler", "PreftScheduler", "PreftSchedulerMixin"]

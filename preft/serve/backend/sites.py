@@ -117,10 +117,7 @@ class BlockSite:
         if not runs or not any(adapter.sites[self._index] is not None for adapter in self._state.active.values()):
             return output
         hidden = output if isinstance(output, torch.Tensor) else output[0]
-        if self._residual is Residual.SUM:
-            stream = hidden + output[1]
-        else:
-            stream = hidden
+        stream = hidden + output[1] if self._residual is Residual.SUM else hidden
         width = hidden.shape[-1]
         self._state.update(self._index, hidden.view(-1, width), stream.view(-1, width), runs)
         return output

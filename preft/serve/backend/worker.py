@@ -97,8 +97,7 @@ class PreftCPUWorker(CPUWorker):
 
     def preft_canary(self) -> CanaryResult:
         """Runs the canary on this worker. Raises `EngineError` if it fails."""
-        result = run_canary(self.model_runner, tensor_dtype(self.vllm_config))
-        return result
+        return run_canary(self.model_runner, tensor_dtype(self.vllm_config))
 
     def preft_prefetch(self, references: list[str]) -> None:
         """Orders adapters into the host tier ahead of any request."""
