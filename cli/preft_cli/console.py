@@ -37,8 +37,12 @@ class Session:
 
     def show(self, *parts: RenderableType) -> None:
         """Prints data for people."""
-        for part in parts:
-            self.out.print(part)
+        with self.out.capture() as drawn:
+            for part in parts:
+                self.out.print(part)
+        # Tables pad their last column; nobody wants that in a file or when copying.
+        self.out.file.write("\n".join(line.rstrip() for line in drawn.get().split("\n")))
+        self.out.file.flush()
 
     def note(self, text: str) -> None:
         """Says something beside the data."""

@@ -46,6 +46,12 @@ def size(num_bytes: int | float) -> str:
     return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
 
 
+def few(values: Sequence[object], *, limit: int = 4) -> str:
+    """Some values in short: all of them, or the first ones and how many there are."""
+    shown = ", ".join(str(_cell(value)) for value in values[:limit])
+    return shown if len(values) <= limit else f"{shown} ... ({len(values)} values)"
+
+
 def report(document: Mapping[str, Any]) -> list[RenderableType]:
     """Any report: its plain values as fields, then each list of rows as a table under its name."""
     plain: list[tuple[str, object]] = []

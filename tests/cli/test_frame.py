@@ -37,7 +37,10 @@ def test_version_as_flag_and_as_command(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["convrt"], "error: No such command `convrt`. Did you mean `convert`?\n\nhint: `preft --help` shows"),
         (["version", "--jsno"], "error: No such option: --jsno (Possible options: --json)\n\nhint: `preft version"),
-        (["convert", "a", "b", "c"], "error: Got unexpected extra argument(s) (c)\n\nhint: `preft convert --help` shows"),
+        (
+            ["convert", "a", "b", "c"],
+            "error: Got unexpected extra argument(s) (c)\n\nhint: `preft convert --help` shows",
+        ),
         (["convert", "a"], "error: Missing argument `DST`\n"),
         (["check", "a"], "error: Missing option `--base`\n"),
         (["--nonsense"], "error: No such option: --nonsense\n"),

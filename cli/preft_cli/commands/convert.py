@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from preft_cli.console import Session
 from preft_cli.options import AllowBaseMismatch, Force, Json, Quiet, Verbose, command_app, examples
+
+if TYPE_CHECKING:
+    from preft.convert.run import ConversionReport
 
 app = command_app()
 
@@ -50,7 +53,6 @@ def convert(
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.convert.run import convert as convert_adapter
-    from preft_cli.render import report
 
     made = convert_adapter(
         source,
@@ -65,4 +67,28 @@ def convert(
     if as_json:
         session.emit(made.to_dict())
     else:
-        session.show(*report(made.to_dict()))
+        _show(session, made)
+    for note in made.notes:
+        session.note(f"note: {note}")
+    for warning in made.warnings:
+        session.warn(warning)
+
+
+def _show(session: Session, made: ConversionReport) -> None:
+    from preft_cli.render import few, fields
+
+    manifest = made.manifest
+    session.show(
+        fields(
+            [
+                ("adapter", made.folder),
+                ("kind", f"{manifest.label} (positions {manifest.positions})"),
+                ("base", manifest.base.model),
+                ("sites", len(manifest.sites)),
+                ("rank", few(sorted({site.rank for site in manifest.sites}))),
+                ("scale", few(sorted({site.scale for site in manifest.sites}))),
+                ("dtype", manifest.dtype),
+                ("digest", manifest.digest),
+            ]
+        )
+    )

@@ -35,7 +35,7 @@ def export(
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.convert.export import export_peft
     from preft.errors import UsageError
-    from preft_cli.render import report
+    from preft_cli.render import fields
 
     if form not in FORMATS:
         raise UsageError(f"Unknown export format: `{form}`", accepted=", ".join(FORMATS))
@@ -43,4 +43,7 @@ def export(
     if as_json:
         session.emit(made.to_dict())
     else:
-        session.show(*report(made.to_dict()))
+        rows = [("folder", made.folder), ("format", form), ("sites", made.num_sites), ("from digest", made.digest)]
+        session.show(fields(rows))
+    for note in made.notes:
+        session.note(f"note: {note}")
