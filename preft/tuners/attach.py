@@ -98,8 +98,7 @@ class AttachedModel:
                 got=f"`{name}`" + (", which is taken" if name in self._adapters else ""),
                 accepted="a name that is free and holds no dot",
             )
-        require_fits(self.model, adapter)
-        _require_representable(self.model, adapter)
+        require_attachable(self.model, adapter)
         for site in adapter.manifest.sites:
             _add_site(self.model, site, adapter.site_tensors(site), name)
         self._adapters[name] = adapter
@@ -178,8 +177,14 @@ def _forget(layer: GatedLayer, name: str) -> None:
             del container[name]
 
 
-def _require_representable(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Checks that no value overflows in the model's number type."""
+def require_attachable(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Checks that an adapter can be attached to a model, without changing it.
+
+    Raises:
+        AdapterError: A site does not fit, or a value overflows in the model's number type.
+        UnsupportedError: The model cannot be adapted by position.
+    """
+    require_fits(model, adapter)
     dtype = model.dtype
     for tensor_name, tensor in adapter.tensors.items():
         if not bool(tensor.to(dtype).isfinite().all()):

@@ -1,0 +1,296 @@
+"""Generation in plain Transformers, one request at a time: slow, small, and right wherever Transformers runs.
+
+It is the reference that the vLLM engine is compared with, and the engine where vLLM is not installed. Every forward
+pass is told the request's boundary; the prompt is one pass, each output token another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from preft.adapters.adapter import Adapter
+from preft.adapters.catalog import require_name, unknown_adapter
+from preft.adapters.fingerprint import BaseFingerprint, fingerprint_base
+from preft.adapters.store import load_adapter
+from preft.config.progress import Progress
+from preft.data.encode import load_tokenizer
+from preft.data.requests import GenerationRequest, GenerationResult
+from preft.errors import AdapterError, EngineError, PreftError, RequestError, UsageError
+from preft.models.locate import locate_model
+from preft.positions import resolve_boundary
+from preft.serve.engine import check_request, failed_result
+from preft.serve.registry import Unavailable
+
+if TYPE_CHECKING:
+    import torch
+
+    from preft.tuners.attach import AttachedModel
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+MAX_ATTACHED = 8
+"""Adapters that lie in the model at once; the least recently used one makes room."""
+_NO_LIMIT = 1 << 30
+
+
+class HFEngine:
+    """A Transformers model with adapters, in this process.
+
+    Args:
+        model: Checkpoint folder, known name, or hub id.
+        adapters: Adapters by name, loaded or as folders. One that cannot be used is listed in `unavailable`.
+        dtype: Type of weights and activations: `float32`, `bfloat16`, `float16`, or `auto` for the checkpoint's own.
+        device: PyTorch device, or None for a GPU where there is one.
+        max_model_len: Longest prompt plus output in tokens, or None for the model's own limit.
+        allow_base_mismatch: Accept adapters made for other weights of the same architecture.
+
+    Attributes:
+        unavailable: Adapters that cannot be used, with the reason.
+        tokenizer: The model's tokenizer, or None.
+        max_model_len: Longest prompt plus output in tokens.
+        vocab_size: Number of token ids that the model has.
+
+    Raises:
+        PreftError: The model cannot be found or loaded, or an adapter's name is not acceptable.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        adapters: Mapping[str, Path | str | Adapter] | None = None,
+        *,
+        dtype: str = "float32",
+        device: str | None = None,
+        max_model_len: int | None = None,
+        allow_base_mismatch: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise UsageError("The dtype is not valid", got=f"`{dtype}`", accepted=", ".join(DTYPES))
+        sources = {require_name(name): source for name, source in (adapters or {}).items()}
+        folder = locate_model(str(model))
+        self._model: Any = _load_model(folder, dtype, device)
+        self.tokenizer: Any = load_tokenizer(folder)
+        config = self._model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or _NO_LIMIT
+        self.max_model_len: int = min(limit, max_model_len or limit)
+        self.vocab_size: int = config.vocab_size
+        self._can_skip_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self._ends = _end_tokens(self._model, self.tokenizer)
+        self._handle: AttachedModel | None = None
+        self._attached: OrderedDict[str, None] = OrderedDict()
+        self._adapters: dict[str, Adapter] = {}
+        self.unavailable: list[Unavailable] = []
+        base = fingerprint_base(folder, model=str(model))
+        for name, source in sources.items():
+            try:
+                self._adapters[name] = self._checked(source, base, allow_base_mismatch)
+            except PreftError as error:
+                self.unavailable.append(Unavailable(name, error))
+
+    def __enter__(self) -> HFEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the model; the engine cannot be used afterwards."""
+        self._model = self._handle = None
+        self._adapters.clear()
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, progress: Progress | None = None
+    ) -> list[GenerationResult]:
+        """Completes prompts, one after the other.
+
+        Args:
+            requests: What to complete; a bad one fails alone, in its result's `error`.
+            progress: Told of each finished request.
+
+        Returns:
+            One result a request, in their order.
+
+        Raises:
+            EngineError: The engine is closed.
+        """
+        if self._model is None:
+            raise EngineError("The engine is closed", hint="make a new one")
+        results = []
+        ids: set[str] = set()
+        with _stage(progress, len(requests)):
+            for request in requests:
+                try:
+                    if request.id in ids:
+                        raise RequestError("The id is taken by an earlier request", got=f"`{request.id}`")
+                    ids.add(request.id)
+                    results.append(self._complete(request))
+                except PreftError as error:
+                    results.append(failed_result(request, error))
+                if progress is not None:
+                    progress.advance()
+        return results
+
+    def _checked(self, source: Path | str | Adapter, base: BaseFingerprint, allow_mismatch: bool) -> Adapter:
+        from preft.tuners.attach import require_attachable
+
+        adapter = source if isinstance(source, Adapter) else load_adapter(source)
+        adapter.manifest.base.require_same(base, allow_weights=allow_mismatch)
+        require_attachable(self._model, adapter)
+        return adapter
+
+    def _resolve(self, name: str) -> Adapter:
+        if name in self._adapters:
+            return self._adapters[name]
+        failed = next((entry for entry in self.unavailable if entry.name == name), None)
+        if failed is None:
+            raise unknown_adapter(name, self._adapters)
+        raise AdapterError(f"The adapter `{name}` is not available", got=failed.error.what, hint=failed.error.hint)
+
+    def _use(self, name: str | None) -> None:
+        """Puts an adapter in use, attaching it first where it is not there."""
+        from preft.tuners.attach import attach
+
+        if name is not None and name not in self._attached:
+            if len(self._attached) == MAX_ATTACHED and self._handle is not None:
+                oldest, _ = self._attached.popitem(last=False)
+                self._handle.detach(_module_name(oldest))
+            self._handle = attach(self._model, self._adapters[name], name=_module_name(name))
+            self._attached[name] = None
+        if self._handle is not None:
+            self._handle.use(None if name is None else _module_name(name))
+        if name is not None:
+            self._attached.move_to_end(name)
+
+    def _complete(self, request: GenerationRequest) -> GenerationResult:
+        import torch
+
+        adapter = self._resolve(request.adapter) if request.adapter is not None else None
+        check_request(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        num_prompt = len(request.prompt_token_ids)
+        boundary = resolve_boundary(num_prompt, request.boundary) if adapter is not None else 0
+        self._use(request.adapter)
+        with torch.inference_mode():
+            prompt_logprobs, steps = self._run(request, boundary if adapter is not None else None)
+        tokens = tuple(token for token, _ in steps)
+        ended = bool(tokens) and not request.ignore_eos and tokens[-1] in self._ends
+        return GenerationResult(
+            id=request.id,
+            adapter=request.adapter,
+            digest=adapter.digest if adapter is not None else None,
+            prompt_token_ids=request.prompt_token_ids,
+            boundary=boundary,
+            token_ids=tokens,
+            text=self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer is not None else "",
+            finish_reason="stop" if ended else "length",
+            logprobs=tuple(logprob for _, logprob in steps) if request.num_logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _run(
+        self, request: GenerationRequest, boundary: int | None
+    ) -> tuple[tuple[float, ...] | None, list[tuple[int, float]]]:
+        """Prompt log-probabilities, and each output token with its log-probability."""
+        num_prompt = len(request.prompt_token_ids)
+        num_tokens = min(request.max_tokens, self.max_model_len - num_prompt)
+        sampler = _Sampler(request, self._model.device)
+        logits, cache = self._forward(request.prompt_token_ids, None, boundary, whole=request.want_prompt_logprobs)
+        prompt_logprobs = _chosen_logprobs(logits, request.prompt_token_ids) if request.want_prompt_logprobs else None
+        steps = [sampler.pick(logits[-1])]
+        while len(steps) < num_tokens and (request.ignore_eos or steps[-1][0] not in self._ends):
+            logits, cache = self._forward((steps[-1][0],), cache, boundary, whole=False)
+            steps.append(sampler.pick(logits[-1]))
+        return prompt_logprobs, steps
+
+    def _forward(
+        self, tokens: Sequence[int], cache: Any, boundary: int | None, *, whole: bool
+    ) -> tuple[torch.Tensor, Any]:
+        """Logits [T or 1, V] in float32 of one pass, and the cache after it."""
+        import torch
+
+        extra: dict[str, Any] = {} if boundary is None else {"preft_boundary": boundary}
+        if self._can_skip_logits and not whole:
+            extra["logits_to_keep"] = 1
+        ids = torch.tensor([list(tokens)], device=self._model.device)
+        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
+        return output.logits[0].float(), output.past_key_values
+
+
+class _Sampler:
+    """Picks tokens for one request, reproducibly where it names a seed."""
+
+    def __init__(self, request: GenerationRequest, device: torch.device) -> None:
+        import torch
+
+        self._temperature = request.temperature
+        self._generator = torch.Generator(device=device)
+        if request.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(request.seed)
+
+    def pick(self, logits: torch.Tensor) -> tuple[int, float]:
+        """The next token and its log-probability under the model, before the temperature."""
+        import torch
+
+        if self._temperature > 0:
+            weights = (logits / self._temperature).softmax(-1)
+            token = int(torch.multinomial(weights, 1, generator=self._generator))
+        else:
+            token = int(logits.argmax())
+        return token, float(logits.log_softmax(-1)[token])
+
+
+def _chosen_logprobs(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Log-probability of each of `tokens` but the first, given the ones before it."""
+    import torch
+
+    targets = torch.tensor(list(tokens[1:]), device=logits.device, dtype=torch.long)
+    return tuple(logits[:-1].log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist())
+
+
+@contextmanager
+def _stage(progress: Progress | None, total: int) -> Iterator[None]:
+    if progress is not None:
+        progress.start("generate", total)
+    try:
+        yield
+    finally:
+        if progress is not None:
+            progress.finish()
+
+
+def _module_name(name: str) -> str:
+    """An adapter's name as part of a module path, where a dot would be a separator; names hold no space."""
+    return name.replace(".", " ")
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an output: the model's own, and the tokenizer's."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    found = {*(ends if isinstance(ends, list | tuple) else [ends]), getattr(tokenizer, "eos_token_id", None)}
+    return frozenset(token for token in found if token is not None)
+
+
+def _load_model(folder: Path, dtype: str, device: str | None) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise EngineError(
+            "The model cannot be loaded",
+            got=f"`{folder}`: {lines[0][:200]}",
+            accepted="a causal language model that Transformers ships, in safetensors",
+        ) from None
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
