@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
@@ -52,6 +55,28 @@ class Session:
     def warn(self, text: str) -> None:
         """Says something that should not be missed; not silenced by `--quiet`."""
         self.err.print(f"warning: {text}")
+
+    @contextlib.contextmanager
+    def diverted(self) -> Iterator[None]:
+        """Keeps whatever else writes to stdout, compiled libraries included, from mixing with the data.
+
+        It goes to stderr under `--verbose`, and nowhere otherwise.
+        """
+        sys.stdout.flush()
+        try:
+            kept = os.dup(1)
+        except OSError:  # there is no stdout to protect
+            yield
+            return
+        elsewhere = os.dup(2) if self.verbose else os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(elsewhere, 1)
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+            os.close(elsewhere)
 
     def progress(self) -> Progress | None:
         """A drawer of progress, or None for silence."""

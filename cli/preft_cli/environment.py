@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
+import warnings
 from collections.abc import Mapping
 
 VARIABLES = {
@@ -19,8 +21,15 @@ _QUIET = {
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "GLOO_LOG_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
 }
-_ALWAYS = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+_ALWAYS = {
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
@@ -43,3 +52,7 @@ def hush(*, verbose: bool) -> None:
     """
     for name, value in {**_ALWAYS, **({} if verbose else _QUIET)}.items():
         os.environ.setdefault(name, value)
+    if not verbose:
+        warnings.simplefilter("ignore")
+        # It speaks while it is imported, before it has set up its own logging.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
