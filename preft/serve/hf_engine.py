@@ -153,9 +153,25 @@ class HFEngine:
             raise unknown_adapter(name, self._adapters)
         raise AdapterError(f"The adapter `{name}` is not available", got=failed.error.what, hint=failed.error.hint)
 
-    def _use(self, name: str | None) -> None:
-        """Puts an adapter in use, attaching it first where it is not there."""
+    @property
+    def model(self) -> Any:
+        """The Transformers model, with whatever adapter is in use."""
+        return self._model
+
+    def use(self, name: str | None) -> None:
+        """Puts an adapter in use on the model; `generate` does this for each request.
+
+        Args:
+            name: An adapter's name, or None for base.
+
+        Raises:
+            UnknownAdapterError: There is no adapter of that name.
+            AdapterError: It is not available.
+        """
         from preft.tuners.attach import attach
+
+        if name is not None:
+            self._resolve(name)
 
         if name is not None and name not in self._attached:
             if len(self._attached) == MAX_ATTACHED and self._handle is not None:
@@ -175,7 +191,7 @@ class HFEngine:
         check_request(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         num_prompt = len(request.prompt_token_ids)
         boundary = resolve_boundary(num_prompt, request.boundary) if adapter is not None else 0
-        self._use(request.adapter)
+        self.use(request.adapter)
         with torch.inference_mode():
             prompt_logprobs, steps = self._run(request, boundary if adapter is not None else None)
         tokens = tuple(token for token, _ in steps)
