@@ -29,7 +29,7 @@ UNBOUNDED = 1 << 40
 
 ACCEPTED = "`prompt`, `all`, or `fN+lM` such as `f3+l3`, `f1`, `l1`"
 
-_ENDS = re.compile(r"(?:f(?P<first>\d{1,6}))?(?P<plus>\+)?(?:l(?P<last>\d{1,6}))?")
+_ENDS = re.compile(r"(?:f(?P<first>[0-9]{1,6}))?(?P<plus>\+)?(?:l(?P<last>[0-9]{1,6}))?")
 
 
 @dataclass(frozen=True)

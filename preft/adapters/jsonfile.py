@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from preft.errors import AdapterError
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]')
+_COLON = re.compile(r"\s*:")
 
 
 class _DuplicateKeyError(ValueError):
@@ -48,7 +52,7 @@ def parse_json_object(data: bytes, name: str) -> dict[str, Any]:
         raise AdapterError(f"`{name}` is not valid JSON", got=f"{where}: {error.msg}") from None
     except _DuplicateKeyError as error:
         raise AdapterError(
-            f"`{name}` holds the key `{error.key}` twice in one object", got=_locate_second(text, error.key)
+            f"`{name}` holds the key `{error.key}` twice in one object", got=_locate_duplicate(text, error.key)
         ) from None
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"`{name}` is not valid JSON", got=str(error)) from None
@@ -57,18 +61,18 @@ def parse_json_object(data: bytes, name: str) -> dict[str, Any]:
     return value
 
 
-def _locate_second(text: str, key: str) -> str:
-    """Line and column of the second place where `key` is written as a key.
-
-    Two occurrences in different objects can precede the true duplicate; the place is then the earlier one, which is
-    why the message says which key it is as well.
-    """
-    needle, at, seen = json.dumps(key), -1, 0
-    while seen < 2:
-        at = text.find(needle, at + 1)
-        if at < 0:
-            return f"key `{key}`"
-        if text[at + len(needle) :].lstrip().startswith(":"):
-            seen += 1
-    line = text.count("\n", 0, at) + 1
-    return f"line {line}, column {at - text.rfind(chr(10), 0, at)}"
+def _locate_duplicate(text: str, key: str) -> str:
+    """Line and column of the first place where an object repeats `key`."""
+    seen: list[set[str] | None] = []
+    for token in _TOKEN.finditer(text):
+        if token[0] in "{[":
+            seen.append(set() if token[0] == "{" else None)
+        elif token[0] in "}]":
+            seen.pop()
+        elif seen and (keys := seen[-1]) is not None and _COLON.match(text, token.end()):
+            name = json.loads(token[0], strict=False)
+            if name == key and name in keys:
+                line = text.count("\n", 0, token.start()) + 1
+                return f"line {line}, column {token.start() - text.rfind(chr(10), 0, token.start())}"
+            keys.add(name)
+    return f"key `{key}`"
