@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,12 @@ from preft.config.progress import Progress, stage
 from preft.data.encode import GenerationDefaults, encode_rows, load_tokenizer
 from preft.data.requests import GenerationRequest, GenerationResult
 from preft.data.rows import RowError, read_rows
-from preft.errors import EngineError, UsageError
+from preft.errors import UsageError
 from preft.models.locate import locate_model
 from preft_cli.console import Session
+from preft_cli.engines import DTYPES, open_vllm, require_choice
 
 ENGINES = ("vllm", "hf")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 STANDARD_INPUT = Path("/dev/stdin")
 
 
@@ -62,8 +61,8 @@ def run_job(job: Job, session: Session) -> bool:
         PreftError: An option cannot be meant, the rows or the model cannot be read, or the engine fails as a whole.
     """
     adapters = named_adapters(job.adapters)
-    _require_choice("--engine", job.engine, ENGINES)
-    _require_choice("--dtype", job.dtype, DTYPES)
+    require_choice("--engine", job.engine, ENGINES)
+    require_choice("--dtype", job.dtype, DTYPES)
     defaults = GenerationDefaults(
         max_tokens=job.max_tokens,
         temperature=job.temperature,
@@ -98,11 +97,6 @@ def named_adapters(texts: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def _require_choice(flag: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UsageError(f"`{flag}` is not valid", got=f"`{value}`", accepted=", ".join(choices))
-
-
 def _answers(
     job: Job, folder: Path, adapters: Mapping[str, Path], requests: Sequence[GenerationRequest], session: Session
 ) -> dict[str, GenerationResult]:
@@ -131,21 +125,15 @@ def _open(job: Job, folder: Path, adapters: Mapping[str, Path], *, loud: bool) -
             max_model_len=job.max_model_len,
             allow_base_mismatch=job.allow_base_mismatch,
         )
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineError(
-            "vLLM is not installed", hint="pass `--engine hf`, or install it: `make setup` on CPU, `make gpu` on NVIDIA"
-        )
-    from preft.serve.engine import Engine
-    from preft.serve.settings import EngineSettings
-
-    settings = EngineSettings(
+    return open_vllm(
+        folder,
+        adapters,
+        loud=loud,
         slots=job.slots,
         dtype=job.dtype,
         max_model_len=job.max_model_len,
         allow_base_mismatch=job.allow_base_mismatch,
-        vllm={} if loud else {"use_tqdm_on_load": False},
     )
-    return Engine(folder, adapters, settings=settings)
 
 
 def _print(result: GenerationResult, session: Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_the_examples_are_understood(words: tuple[str, ...]) -> None:
     lines = [line.strip() for line in command.epilog.splitlines() if line.strip().startswith("preft ")]
     assert lines
     for line in lines:
-        arguments = shlex.split(line.split(" | ")[0].split(" < ")[0], comments=True)[1:]
+        arguments = shlex.split(re.split(r" [|<>] ", line)[0], comments=True)[1:]
         assert tuple(arguments[: len(words)]) == words
         command.make_context(words[-1], arguments[len(words) :])
 
