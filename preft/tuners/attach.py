@@ -105,6 +105,7 @@ class AttachedModel:
         self._gate.policies[name] = adapter.manifest.positions
         self._gate.bind()
         self.model.__dict__[_HANDLE] = self
+        self.model.__dict__["save_pretrained"] = self._refuse_save
         self.use(name)
 
     def use(self, name: str | None) -> None:
@@ -154,7 +155,15 @@ class AttachedModel:
                 delattr(self.model.get_submodule(parent), child)
         self._adapters, self._active = {}, None
         self._gate.policies.clear()
-        self.model.__dict__.pop(_HANDLE, None)
+        for own in (_HANDLE, "save_pretrained"):
+            self.model.__dict__.pop(own, None)
+
+    def _refuse_save(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            "A model with attached adapters cannot be saved as a checkpoint",
+            got="weights under the names of wrapped layers, which would not load again",
+            hint="detach the adapters first; an adapter is saved with `save_adapter`",
+        )
 
     def merge(self) -> NoReturn:
         """Refuses: merged weights would act on generated tokens too."""

@@ -84,6 +84,8 @@ def _require_supported(model: PreTrainedModel) -> None:
 
 def _problem(model: PreTrainedModel, blocks: dict[str, nn.Module], site: Site) -> str | None:
     """Why a site does not fit, or None."""
+    if ".experts." in site.path:
+        return f"`{site.path}`: inside a mixture's experts, which do not see the tokens in their order"
     try:
         module = model.get_submodule(site.path)
     except AttributeError:

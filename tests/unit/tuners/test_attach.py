@@ -263,6 +263,29 @@ def test_a_masked_off_step_runs_no_adapter_matrix_product(tiny_llama: Path) -> N
     assert calls == []
 
 
+def test_an_attached_model_is_not_saved_as_a_checkpoint(tiny_llama: Path, tmp_path: Path) -> None:
+    model = load(tiny_llama)
+    handle = attach(model, random_adapter(tiny_llama, seed=1))
+    with pytest.raises(UnsupportedError, match="cannot be saved"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    handle.detach()
+    model.save_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        want = load(tiny_llama)(ids(PROMPTS[0])).logits
+        assert torch.equal(load(tmp_path / "out")(ids(PROMPTS[0])).logits, want)
+
+
+def test_arguments_may_be_positional(tiny_llama: Path) -> None:
+    model = load(tiny_llama)
+    attach(model, random_adapter(tiny_llama, seed=1))
+    batch = padded(list(PROMPTS), "left")
+    with torch.no_grad():
+        want = model(**batch, preft_boundary=5).logits
+        got = model(batch["input_ids"], batch["attention_mask"], batch["position_ids"], preft_boundary=5).logits
+    assert torch.equal(want, got)
+
+
 def test_a_deep_copy_has_a_gate_of_its_own(tiny_llama: Path) -> None:
     adapter = random_adapter(tiny_llama, seed=1, blocks=(1,))
     model = load(tiny_llama)
@@ -315,6 +338,8 @@ def test_what_does_not_fit_is_refused_and_the_model_left_alone(
     with pytest.raises(AdapterError) as caught:
         attach(model, _with_path(adapter, "model.layers.0.mlp.down_proj", "model.embed_tokens"))
     assert "a Embedding, not a linear module" in str(caught.value)
+    with pytest.raises(AdapterError, match="mixture's experts"):
+        attach(model, _with_path(adapter, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.0.up_proj"))
     assert "lora" not in " ".join(name for name, _ in model.named_modules())
     assert "preft_attached" not in model.__dict__
 
