@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "preft_cli.commands.inspect",
     "check": "preft_cli.commands.check",
     "generate": "preft_cli.commands.generate",
+    "serve": "preft_cli.commands.serve",
     "doctor": "preft_cli.commands.doctor",
     "version": "preft_cli.commands.version",
 }

@@ -83,6 +83,42 @@ _WORKER_SEAMS = {
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager._load_adapter": ("self", "lora_request"),
     "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA._apply_lora_to_output": ("self", "x", "output"),
 }
+_HTTP_SEAMS = {
+    "vllm.entrypoints.serve.engine.serving:BaseServing._check_model": ("self", "request"),
+    "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": (
+        "self",
+        "request",
+        "supports_default_mm_loras",
+    ),
+    "vllm.entrypoints.openai.models.serving:OpenAIServingModels.is_base_model": ("self", "model_name"),
+    "vllm.renderers.online_renderer:OnlineRenderer.render_chat": ("self", "request", "skip_mm_cache"),
+    "vllm.renderers.online_renderer:OnlineRenderer.render_completion": ("self", "request", "skip_mm_cache"),
+    "vllm.renderers.online_renderer:OnlineRenderer.render_responses": (
+        "self",
+        "request",
+        "previous_messages",
+        "previous_response_outputs",
+        "tool_server",
+        "skip_mm_cache",
+    ),
+    "vllm.v1.engine.input_processor:InputProcessor._validate_lora": ("self", "lora_request"),
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": (
+        "self",
+        "request_id",
+        "prompt",
+        "params",
+        "supported_tasks",
+        "arrival_time",
+        "lora_request",
+        "tokenization_kwargs",
+        "trace_headers",
+        "priority",
+        "data_parallel_rank",
+        "resumable",
+        "session_id",
+        "kv_hints",
+    ),
+}
 _MESSAGE_FIELDS = ("req_id", "prompt_token_ids", "lora_request", "num_computed_tokens")
 
 _REFUSED_ENVIRONMENT = {
@@ -126,6 +162,12 @@ def require_worker_seams() -> None:
     """Checks what the worker reaches into. Raises `EngineError` naming each part that has changed."""
     require_version()
     _require_signatures(_WORKER_SEAMS)
+
+
+def require_http_seams() -> None:
+    """Checks what the HTTP front end reaches into. Raises `EngineError` naming each part that has changed."""
+    require_version()
+    _require_signatures(_HTTP_SEAMS)
 
 
 def _require_signatures(seams: Mapping[str, tuple[str, ...]]) -> None:

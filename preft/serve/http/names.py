@@ -1,0 +1,141 @@
+"""Adapters as model names: what vLLM's front end finds when it looks a request's `model` up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+
+from preft.errors import PreftError
+from preft.serve.registry import AdapterRegistry, Registered, Unavailable
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+
+def one_line(error: PreftError) -> str:
+    """An error's text for a JSON body."""
+    parts = [error.what]
+    details = [f"{name}: {text}" for name, text in (("got", error.got), ("accepted", error.accepted)) if text]
+    if details:
+        parts.append(f"({'; '.join(details)})")
+    return " ".join(parts) + (f". Hint: {error.hint}" if error.hint else "")
+
+
+def raise_for_client(error: PreftError) -> NoReturn:
+    """Raises vLLM's form of an error that a client has caused, so that its handlers answer with the right status."""
+    kind = VLLMNotFoundError if error.http_status == 404 else VLLMClientError
+    raise kind(one_line(error)) from error
+
+
+class AdapterNames(Mapping[str, "LoRARequest"]):
+    """Stands in for the dictionary of LoRA requests in vLLM's front end.
+
+    A name is resolved when a request arrives, so a replaced adapter serves its new digest to new requests. Looking an
+    unknown or unavailable name up raises the error that the client is to see.
+
+    Nothing is listed: vLLM walks the values to find an adapter named like a kind of content (`text`, `image`) and
+    would apply it to the base model's requests.
+
+    Args:
+        registry: The adapters.
+        is_base: Whether a name means the base model.
+        redact: Takes server paths out of an error.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        is_base: Callable[[str], bool],
+        redact: Callable[[str, PreftError], PreftError],
+    ) -> None:
+        self._registry = registry
+        self._is_base = is_base
+        self._redact = redact
+
+    def find(self, name: object) -> Registered | None:
+        """The adapter that a request's `model` means, or None for the base model.
+
+        Raises:
+            VLLMClientError: Neither, or an adapter that cannot be served.
+        """
+        if name is None or name == "" or (isinstance(name, str) and self._is_base(name)):
+            return None
+        try:
+            return self._registry.resolve(str(name))
+        except PreftError as error:
+            raise_for_client(self._redact(str(name), error))
+
+    def __contains__(self, name: object) -> bool:
+        return self.find(name) is not None
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        entry = self.find(name)
+        if entry is None:
+            raise KeyError(name)
+        return entry.reference.to_lora_request(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def list_models(
+    registry: AdapterRegistry, names: tuple[str, ...], *, created: int, max_model_len: int
+) -> dict[str, Any]:
+    """The body of `/v1/models`: the base model's names and every adapter that can be served; no path."""
+
+    def card(name: str, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "preft" if parent else "vllm",
+            "root": parent or name,
+            "parent": parent,
+            "max_model_len": max_model_len,
+        }
+
+    adapters = [entry.name for entry in registry.entries() if isinstance(entry, Registered)]
+    return {
+        "object": "list",
+        "data": [*(card(name, None) for name in names), *(card(name, names[0]) for name in adapters)],
+    }
+
+
+class Redactor:
+    """Takes the folders of adapters out of errors that clients see.
+
+    Args:
+        folders: Adapter folders by name, as given.
+    """
+
+    def __init__(self, folders: Mapping[str, str]) -> None:
+        self._folders = dict(folders)
+
+    def __call__(self, name: str, error: PreftError) -> PreftError:
+        """The error with the adapter's folder replaced by its name."""
+        folder = self._folders.get(name)
+        if folder is None:
+            return error
+        paths = sorted({folder, str(Path(folder).resolve())}, key=len, reverse=True)
+
+        def clean(text: str | None) -> str | None:
+            for path in paths:
+                text = text.replace(path, name) if text else text
+            return text
+
+        return type(error)(
+            clean(error.what) or "", got=clean(error.got), accepted=clean(error.accepted), hint=clean(error.hint)
+        )
+
+
+def describe(entry: Registered | Unavailable, redact: Redactor) -> dict[str, Any]:
+    """One adapter for the adapters route."""
+    if isinstance(entry, Registered):
+        return entry.to_dict()
+    return Unavailable(entry.name, redact(entry.name, entry.error)).to_dict()
