@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from preft.adapters.baseconfig import read_base_config
 from preft.errors import BaseMismatchError, FileError
 
 _ARCHITECTURE_FIELDS = (
@@ -26,8 +28,7 @@ _ARCHITECTURE_FIELDS = (
     "hidden_act",
     "vocab_size",
 )
-_EMBEDDING_SUFFIXES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-_EMBEDDING_ROWS = 16
+_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -110,46 +111,47 @@ def fingerprint_base(folder: Path, *, model: str | None = None) -> BaseFingerpri
     Raises:
         FileError: `config.json` is missing or cannot be understood.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise FileError(
-            "The base model's configuration cannot be read",
-            got=f"`{folder}`: {str(error).splitlines()[0]}",
-            accepted="a folder with a Hugging Face `config.json`",
-        ) from None
+    config = read_base_config(folder)
     return BaseFingerprint(model or str(folder), architecture_of(config), digest_weights(folder))
 
 
 def digest_weights(folder: Path) -> dict[str, str] | None:
-    """Digests of the first, middle and last one-dimensional tensors and of a few embedding rows.
+    """Digests of one tensor of each kind, such as one layer's `q_proj.weight`; of a matrix, the first few rows.
 
+    No kind is left out: a base with a merged LoRA differs from the plain one in a few kinds of matrix alone.
     Values are hashed in float32, so a checkpoint re-saved in a wider type keeps its digests.
 
     Returns:
         Tensor name to SHA-256, or None if the folder holds no safetensors file.
+
+    Raises:
+        FileError: A safetensors file is damaged.
     """
     import torch
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
     where: dict[str, Path] = {}
-    vectors: list[str] = []
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is not a mapping
-                where[name] = file
-                if len(tensors.get_slice(name).get_shape()) == 1:
-                    vectors.append(name)
-    vectors.sort()
-    chosen = {vectors[index] for index in (0, len(vectors) // 2, len(vectors) - 1)} if vectors else set()
-    chosen |= {name for name in where if name.endswith(_EMBEDDING_SUFFIXES)}
+    dimensions: dict[str, int] = {}
     digests: dict[str, str] = {}
-    for name in sorted(chosen):
-        with safe_open(where[name], framework="pt") as tensors:
-            part = tensors.get_slice(name)
-            values = part[:_EMBEDDING_ROWS] if len(part.get_shape()) == 2 else part[:]
-        digests[name] = hashlib.sha256(values.to(torch.float32).contiguous().numpy().tobytes()).hexdigest()
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - a safe_open handle is not a mapping
+                    where[name] = file
+                    dimensions[name] = len(tensors.get_slice(name).get_shape())
+        for name in _chosen(dimensions):
+            with safe_open(where[name], framework="pt") as tensors:
+                part = tensors.get_slice(name)
+                values = part[:_ROWS] if dimensions[name] == 2 else part[:]
+            digests[name] = hashlib.sha256(values.to(torch.float32).contiguous().numpy().tobytes()).hexdigest()
+    except (SafetensorError, OSError) as error:
+        raise FileError("The base model's weights cannot be read", got=f"`{folder}`: {error}") from None
     return digests or None
+
+
+def _chosen(dimensions: Mapping[str, int]) -> list[str]:
+    """The tensors whose digests identify a checkpoint: of each kind of vector and matrix, the middle one by name."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(name for name, count in dimensions.items() if count in (1, 2)):
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return sorted(names[len(names) // 2] for names in kinds.values())

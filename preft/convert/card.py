@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 from collections.abc import Sequence
 from string import Template
 
@@ -24,6 +25,7 @@ def model_card(adapter: Adapter, *, title: str, origin: str, remarks: Sequence[s
     ranks = sorted({site.rank for site in manifest.sites})
     return Template(source.read_text(encoding="utf-8")).substitute(
         base=_line(manifest.base.model),
+        base_yaml=json.dumps(_line(manifest.base.model), ensure_ascii=False),
         kind=manifest.kind,
         title=_line(title),
         label=manifest.label,

@@ -69,6 +69,7 @@ def detect(folder: Path) -> SourceKind:
     if any(folder.glob(_PYREFT_TENSORS)):
         return SourceKind.PYREFT
     there = sorted(entry.name for entry in folder.iterdir())
+    inside = [name for name in there if (folder / name / CONFIG_NAME).exists()]
     if "config.json" in there:
         found = "a model checkpoint"
     else:
@@ -77,4 +78,5 @@ def detect(folder: Path) -> SourceKind:
         f"`{folder}` is not an adapter that can be converted",
         got=found,
         accepted=f"a folder with `{CONFIG_NAME}` and `{SAFETENSORS_NAME}`",
+        hint=f"it holds adapters in subfolders; name one, such as `{folder / inside[-1]}`" if inside else None,
     )

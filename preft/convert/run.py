@@ -64,6 +64,7 @@ class ConversionReport:
             "num_sites": len(manifest.sites),
             "ranks": sorted({site.rank for site in manifest.sites}),
             "scales": sorted({site.scale for site in manifest.sites}),
+            "sites": [{"path": site.path, "rank": site.rank, "scale": site.scale} for site in manifest.sites],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
@@ -125,7 +126,8 @@ def convert(
         _require_rank(draft, max_rank)
         adapter, notes, warnings = _build(draft, found, policy, folder, source, remarks)
     with stage(progress, f"Writing {target}"):
-        title = f"{Path(source.rstrip('/')).name} ({adapter.manifest.label})"
+        name = Path(source).resolve().name if Path(source).is_dir() else source
+        title = f"{name} ({adapter.manifest.label})"
         card = model_card(adapter, title=title, origin=f"`{source}`", remarks=(*warnings, *notes))
         save_adapter(adapter, target, readme=card, force=force)
     return ConversionReport(adapter.manifest, target, source, warnings, notes, time.monotonic() - began)

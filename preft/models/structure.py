@@ -12,7 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from preft.errors import FileError, UnsupportedError
+from preft.adapters.baseconfig import read_base_config
+from preft.errors import UnsupportedError
 
 
 class ModuleKind(StrEnum):
@@ -83,16 +84,8 @@ def build_meta_model(folder: Path) -> Any:
         UnsupportedError: It is not a model that generates text, or needs code that Transformers does not ship.
     """
     import torch
-    from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise FileError(
-            "The base model's configuration cannot be read",
-            got=f"`{folder}`: {str(error).splitlines()[0]}",
-            accepted="a folder with a Hugging Face `config.json` of a model that Transformers ships",
-        ) from None
+    config = read_base_config(folder)
     model_class = _model_class(config, folder)
     if hasattr(config, "quantization_config"):
         # Quantised storage does not change the module tree; a quantiser would need its own libraries.

@@ -70,7 +70,35 @@ def test_a_folder_without_weights_has_no_digests(base: Path, tmp_path: Path) -> 
     assert fingerprint_base(tmp_path).weights is None
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"model_type": "no-such-model"}', json.dumps({"auto_map": {"x": "y"}})])
+def test_a_base_with_a_merged_lora_is_another_base(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data += 0.01
+    model.save_pretrained(tmp_path / "merged")
+    with pytest.raises(BaseMismatchError, match="q_proj"):
+        fingerprint_base(base).require_same(fingerprint_base(tmp_path / "merged"))
+
+
+def test_damaged_weights_are_said(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(FileError, match="weights cannot be read"):
+        fingerprint_base(tmp_path)
+
+
+UNREADABLE = [
+    None,
+    "{",
+    "[]",
+    '{"model_type": "no-such-model"}',
+    '{"model_type": ["llama"]}',
+    '{"model_type": "llama", "hidden_size": "many"}',
+    '{"model_type": "llama", "num_attention_heads": 7}',
+    json.dumps({"auto_map": {"x": "y"}}),
+]
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
 def test_a_configuration_that_cannot_be_read_is_said(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -181,12 +182,13 @@ def test_a14_conv1d_equals_peft(fan_in_fan_out: Any, bases: Any, converted: Any,
 
 def test_a_configuration_of_an_old_peft_lacks_fields_and_works(source: Path, bases: Any, converted: Any) -> None:
     _, expected = converted(source)
-    (source / "adapter_config.json").write_text(
-        '{"base_model_name_or_path": "%s", "bias": "none", "enable_lora": null, "fan_in_fan_out": false, '
-        '"inference_mode": true, "lora_alpha": 8, "lora_dropout": 0.05, "merge_weights": false, '
-        '"modules_to_save": null, "peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"], '
-        '"task_type": "CAUSAL_LM"}' % bases()
-    )
+    # As PEFT 0.2 wrote it.
+    config = {
+        "base_model_name_or_path": str(bases()), "bias": "none", "enable_lora": None, "fan_in_fan_out": False,
+        "inference_mode": True, "lora_alpha": 8, "lora_dropout": 0.05, "merge_weights": False, "modules_to_save": None,
+        "peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM",
+    }  # fmt: skip
+    (source / "adapter_config.json").write_text(json.dumps(config))
     _, adapter = converted(source)
     assert adapter.digest == expected.digest
 

@@ -442,3 +442,31 @@ def test_a_hub_adapter_prefers_safetensors(source: Path, bases: Any, tmp_path: P
 def test_make_peft_premise_differs_by_seed(bases: Any, tmp_path: Path) -> None:
     one, two = (load_file(make_peft(bases(), tmp_path / str(seed), seed=seed) / TENSORS) for seed in (1, 2))
     assert not torch.equal(one[FIRST], two[FIRST])
+
+
+def test_adapters_in_subfolders_are_pointed_at(source: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    source.rename(run / "checkpoint-20")
+    with pytest.raises(FileError) as caught:
+        convert(str(run), tmp_path / "out")
+    assert "checkpoint-20" in (caught.value.hint or "")
+
+
+def test_the_report_holds_rank_and_scale_of_every_site(source: Path, tmp_path: Path) -> None:
+    document = convert(str(source), tmp_path / "out").to_dict()
+    assert len(document["sites"]) == document["num_sites"] == 6
+    assert document["sites"][0] == {"path": "model.layers.0.self_attn.q_proj", "rank": 4, "scale": 2.0}
+
+
+def test_names_of_others_cannot_break_the_card(source: Path, bases: Any, tmp_path: Path) -> None:
+    import yaml
+
+    base = bases().rename(bases().with_name('odd: "name"'))
+    try:
+        edit_config(source, base_model_name_or_path=str(base))
+        convert(str(source), tmp_path / "out")
+    finally:
+        base.rename(bases())
+    front = (tmp_path / "out" / "README.md").read_text().split("---\n")[1]
+    assert yaml.safe_load(front)["base_model"] == str(base)

@@ -113,9 +113,11 @@ def test_a_hub_id_brings_configuration_and_safetensors_alone(tmp_path: Path, mon
 
 
 class _Response:
-    headers: dict[str, str] = {}
     status_code = 404
     request = None
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
 
 
 @pytest.mark.parametrize(
