@@ -35,9 +35,8 @@ def find_cause(log: Sequence[str]) -> PreftError | str | None:
         kind = getattr(preft.errors, match["kind"], None) if match else None
         if match and isinstance(kind, type) and issubclass(kind, PreftError):
             return _rebuilt(kind, match["what"], lines[index + 1 : index + 8])
-    named = [line.strip() for line in lines if _ANY.match(line.strip())]
-    roots = [line for line in named if not any(symptom in line for symptom in _SYMPTOMS)]
-    return next(reversed(roots or named), None)
+    named = (line.strip() for line in reversed(lines) if _ANY.match(line.strip()))
+    return next((line for line in named if not any(symptom in line for symptom in _SYMPTOMS)), None)
 
 
 def _rebuilt(kind: type[PreftError], what: str, following: Sequence[str]) -> PreftError:
@@ -74,5 +73,10 @@ def ended_error(what: str, code: int, log: Sequence[str], *, hint: str) -> Preft
     cause = find_cause(log)
     if isinstance(cause, PreftError):
         return cause
-    got = end_of(code) if cause is None else f"{cause[:_MAX_LINE]} ({end_of(code)})"
+    if cause is not None:
+        got = f"{cause[:_MAX_LINE]} ({end_of(code)})"
+    elif any("EngineDeadError" in line for line in log):
+        got = "the engine died without a word; it may have been killed, or have run out of memory"
+    else:
+        got = end_of(code)
     return EngineError(what, got=got, hint=hint)

@@ -1,0 +1,228 @@
+"""Names, checks and keys of the front end, on stand-ins: no engine is started."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMClientError, VLLMNotFoundError
+
+from preft import save_adapter
+from preft.adapters.fingerprint import fingerprint_base
+from preft.errors import EngineError, PreftError, RequestError, UnsupportedError, UsageError
+from preft.positions import ALL, PROMPT, Policy
+from preft.serve.backend import guard
+from preft.serve.backend.reference import AdapterReference
+from preft.serve.http.checks import check_beam_search, check_boundary, check_engine_request
+from preft.serve.http.endpoint import PreftEndpoints, require_canaries
+from preft.serve.http.keys import KeyMiddleware
+from preft.serve.http.names import AdapterNames, Redactor, describe, list_models
+from preft.serve.registry import AdapterRegistry
+from preft.serve.settings import EngineSettings
+from tests.helpers.tiny import random_adapter
+
+
+@pytest.fixture
+def folders(tiny_llama: Path, tmp_path: Path) -> dict[str, str]:
+    for seed, name in enumerate(("alice", "text")):
+        save_adapter(random_adapter(tiny_llama, seed=seed, rank=2), tmp_path / name)
+    return {name: str(tmp_path / name) for name in ("alice", "text", "gone")}
+
+
+@pytest.fixture
+def registry(tiny_llama: Path, folders: dict[str, str]) -> AdapterRegistry:
+    made = AdapterRegistry(fingerprint_base(tiny_llama), EngineSettings(), reserved=("base", "other"))
+    made.register_all({name: Path(folder) for name, folder in folders.items()})
+    return made
+
+
+@pytest.fixture
+def names(registry: AdapterRegistry, folders: dict[str, str]) -> AdapterNames:
+    return AdapterNames(registry, lambda name: name in ("base", "other"), Redactor(folders))
+
+
+def test_a_name_means_its_adapter_at_the_time_of_asking(
+    names: AdapterNames, registry: AdapterRegistry, tiny_llama: Path, folders: dict[str, str]
+) -> None:
+    assert "alice" in names
+    before = names["alice"]
+    assert before.lora_name == "alice"
+    save_adapter(random_adapter(tiny_llama, seed=9, rank=2), Path(folders["alice"]), force=True)
+    registry.register("alice", folders["alice"])
+    after = names["alice"]
+    digests = [AdapterReference.decode(request.lora_path).digest for request in (before, after)]
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("name", ["base", "other", "", None])
+def test_the_base_model_is_no_adapter(names: AdapterNames, name: str | None) -> None:
+    assert name not in names
+
+
+def test_an_unknown_name_is_never_the_base_model(names: AdapterNames, registry: AdapterRegistry) -> None:
+    for call in (lambda: "alicia" in names, lambda: names["alicia"]):
+        with pytest.raises(VLLMNotFoundError, match=r"no adapter named `alicia` \(accepted: nearest: `alice`\)"):
+            call()
+    registry.remove("alice")
+    with pytest.raises(VLLMNotFoundError):
+        names["alice"]
+
+
+def test_an_unavailable_one_says_why_and_not_where(names: AdapterNames, folders: dict[str, str]) -> None:
+    with pytest.raises(VLLMClientError, match="The adapter `gone` is not available") as refused:
+        names["gone"]
+    assert not isinstance(refused.value, VLLMNotFoundError)
+    assert str(Path(folders["gone"]).parent) not in str(refused.value)
+
+
+def test_no_adapter_is_taken_for_a_kind_of_content(names: AdapterNames) -> None:
+    """vLLM applies a listed adapter named `text` to base requests with text parts; nothing is listed."""
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    models = SimpleNamespace(lora_requests=names, is_base_model=lambda name: name == "base")
+    serving: Any = BaseServing.__new__(BaseServing)
+    serving.models, serving.request_logger = models, None
+    message = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    request: Any = SimpleNamespace(model="base", messages=[message])
+    assert serving._maybe_get_adapters(request, supports_default_mm_loras=True) is None
+    models.lora_requests = {"text": names["text"]}
+    assert serving._maybe_get_adapters(request, supports_default_mm_loras=True) is not None
+
+
+def test_the_list_holds_names_and_no_path(registry: AdapterRegistry, folders: dict[str, str]) -> None:
+    listed = list_models(registry, ("base", "other"), created=1, max_model_len=10)
+    assert [(card["id"], card["parent"]) for card in listed["data"]] == [
+        ("base", None),
+        ("other", None),
+        ("alice", "base"),
+        ("text", "base"),
+    ]
+    described = [describe(entry, Redactor(folders)) for entry in registry.entries()]
+    assert [entry["available"] for entry in described] == [True, False, True]
+    assert str(Path(folders["alice"]).parent) not in str(listed) + str(described)
+
+
+@pytest.mark.parametrize("boundary", [0, 1, 7])
+@pytest.mark.parametrize("policy", [PROMPT, ALL, Policy.parse("f1+l1")])
+def test_a_boundary_within_the_prompt_passes(boundary: int, policy: Policy) -> None:
+    check_boundary({"preft_prompt_len": boundary, "session_id": "x"}, policy, 7)
+    check_boundary(None, policy, 7)
+    check_boundary({"prefix": 1}, None, 7)
+
+
+@pytest.mark.parametrize("boundary", [-1, 8, "3", 2.5, 2.0, True, [1], None, 1 << 70])
+def test_another_boundary_is_refused(boundary: object) -> None:
+    with pytest.raises(UsageError, match="boundary of a request is not valid") as refused:
+        if boundary is None:
+            check_boundary({"preft_prompt_len": "None"}, PROMPT, 7)
+        else:
+            check_boundary({"preft_prompt_len": boundary}, PROMPT, 7)
+    assert "for a prompt of 7 tokens" in str(refused.value)
+
+
+def test_what_else_a_request_cannot_ask_for() -> None:
+    with pytest.raises(RequestError, match="without an adapter"):
+        check_boundary({"preft_prompt_len": 0}, None, 7)
+    with pytest.raises(RequestError, match="`preft_promt_len` is not known"):
+        check_boundary({"preft_promt_len": 1}, PROMPT, 7)
+    with pytest.raises(UnsupportedError, match="Beam search"):
+        check_beam_search(PROMPT)
+    check_beam_search(ALL)
+    check_beam_search(None)
+
+
+def engine_request(policy: Policy | None, **fields: object) -> Any:
+    lora = AdapterReference("0" * 64, policy, "/f").to_lora_request("a") if policy else None
+    values = {"prompt_token_ids": [1, 2, 3], "prompt_embeds": None, "resumable": False, "arguments": None, **fields}
+    params = SimpleNamespace(extra_args=values.pop("arguments"))
+    return SimpleNamespace(lora_request=lora, sampling_params=params, **values)
+
+
+def test_every_request_is_checked_on_its_way_into_the_engine() -> None:
+    from vllm.lora.request import LoRARequest
+
+    check_engine_request(engine_request(None))
+    check_engine_request(engine_request(PROMPT, arguments={"preft_prompt_len": 3}))
+    check_engine_request(engine_request(ALL, resumable=True))
+    bad = [
+        engine_request(PROMPT, arguments={"preft_prompt_len": 4}),
+        engine_request(None, arguments={"preft_prompt_len": 1}),
+        engine_request(PROMPT, resumable=True),
+    ]
+    foreign = engine_request(None)
+    foreign.lora_request = LoRARequest("x", 1, "/some/folder")
+    for request in (*bad, foreign):
+        with pytest.raises(PreftError):
+            check_engine_request(request)
+
+
+def test_a_canary_that_did_not_sing_is_no_proof() -> None:
+    good = {"canary": {"num_sites": 3, "moved": 0.5, "restored": True}}
+    assert require_canaries([good, good]) == [good["canary"]] * 2
+    for workers in ([], [good, {}], [{"canary": {**good["canary"], "moved": 0.0}}], [{"canary": None}]):
+        with pytest.raises(EngineError, match="canary"):
+            require_canaries(workers)
+
+
+def test_a_changed_seam_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    app.state.args = SimpleNamespace(api_key=None)
+    PreftEndpoints().attach_router(app)
+    monkeypatch.setitem(guard._HTTP_SEAMS, "vllm.v1.engine.input_processor:InputProcessor.process_inputs", ("self",))
+    with pytest.raises(EngineError, match=r"InputProcessor\.process_inputs"):
+        PreftEndpoints().attach_router(app)
+
+
+def test_the_plugin_is_registered() -> None:
+    from importlib.metadata import entry_points
+
+    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+    (entry,) = [entry for entry in entry_points(group="vllm.endpoint_plugins") if entry.name == "preft"]
+    assert entry.load() is PreftEndpoints
+    assert isinstance(PreftEndpoints(), EndpointPlugin)
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "status"),
+    [
+        ("/health", None, 200),
+        ("/ping", None, 200),
+        ("/metrics", None, 401),
+        ("/invocations", None, 401),
+        ("/tokenize", "Bearer wrong", 401),
+        ("/v1/models", "Basic one", 401),
+        ("/health/..", None, 401),
+        ("//health", None, 401),
+        ("/metrics", "Bearer one", 200),
+        ("/v1/models", "bearer two", 200),
+    ],
+)
+def test_the_key_guards_every_route(path: str, header: str | None, status: int) -> None:
+    assert asyncio.run(answer("http", path, header)) == status
+
+
+def test_a_socket_without_the_key_is_closed() -> None:
+    assert asyncio.run(answer("websocket", "/v1/realtime", None)) == 1008
+    assert asyncio.run(answer("websocket", "/health", None)) == 1008
+    assert asyncio.run(answer("websocket", "/v1/realtime", "Bearer one")) == 200
+
+
+async def answer(kind: str, path: str, header: str | None) -> int:
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", header.encode())] if header else []
+    scope = {"type": kind, "path": path, "headers": headers, "method": "GET"}
+    await KeyMiddleware(app, ["one", "two"])(scope, None, send)  # type: ignore[arg-type]
+    return int(sent[0].get("status") or sent[0]["code"])
