@@ -8,11 +8,10 @@ from pathlib import Path
 from preft.adapters.manifest import MANIFEST_NAME
 from preft.config.progress import Progress
 from preft.convert.peft_lora import CONFIG_NAME
+from preft.convert.pyreft_config import TENSOR_FILES
 from preft.convert.weights import PICKLE_NAME, SAFETENSORS_NAME
 from preft.errors import AdapterError, FileError, UsageError
 from preft.models.locate import download
-
-_PYREFT_TENSORS = "intkey_*.bin"
 
 
 class SourceKind(StrEnum):
@@ -61,12 +60,12 @@ def detect(folder: Path) -> SourceKind:
         raise AdapterError(
             f"`{folder}` is a preft adapter already",
             got=f"`{MANIFEST_NAME}`",
-            accepted="a PEFT LoRA folder",
+            accepted="a PEFT LoRA folder or a pyreft checkpoint",
             hint=f"look at it with `preft inspect {folder}`",
         )
     if (folder / CONFIG_NAME).exists():
         return SourceKind.PEFT
-    if any(folder.glob(_PYREFT_TENSORS)):
+    if any(folder.glob(TENSOR_FILES)):
         return SourceKind.PYREFT
     there = sorted(entry.name for entry in folder.iterdir())
     inside = [name for name in there if (folder / name / CONFIG_NAME).exists()]
@@ -77,6 +76,6 @@ def detect(folder: Path) -> SourceKind:
     raise FileError(
         f"`{folder}` is not an adapter that can be converted",
         got=found,
-        accepted=f"a folder with `{CONFIG_NAME}` and `{SAFETENSORS_NAME}`",
+        accepted=f"a folder with `{CONFIG_NAME}` and `{SAFETENSORS_NAME}`, or with `{TENSOR_FILES}` of pyreft",
         hint=f"it holds adapters in subfolders; name one, such as `{folder / inside[-1]}`" if inside else None,
     )

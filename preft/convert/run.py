@@ -18,7 +18,7 @@ from preft.convert.card import model_card
 from preft.convert.detect import SourceKind, detect, locate_source
 from preft.convert.draft import Base, Draft
 from preft.convert.peft_lora import convert_peft_lora, read_peft_lora
-from preft.convert.pyreft import convert_pyreft
+from preft.convert.pyreft import POSITIONS_REASON, convert_pyreft, read_pyreft
 from preft.errors import AdapterError, BaseMismatchError, PreftError, UsageError
 from preft.models.chat_template import chat_template_sha256
 from preft.models.locate import find_local_model, is_embedded, locate_model
@@ -78,6 +78,7 @@ class _Opened:
     named_base: str | None
     default_positions: Policy | None
     read: Callable[[Base], Draft]
+    positions_reason: str = ""
 
 
 def convert(
@@ -91,13 +92,13 @@ def convert(
     max_rank: int | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
-    """Converts a PEFT LoRA to an adapter of ours.
+    """Converts a PEFT LoRA or a pyreft checkpoint to an adapter of ours.
 
     Args:
         source: A folder, or a hub id `org/name[@revision]`.
         target: Folder to write; it must not exist or be empty, unless `force`.
         base: The base model; the one that the source names by default.
-        positions: Position policy; `prompt` for a PEFT LoRA by default.
+        positions: Position policy; `prompt` for a PEFT LoRA by default, required for a pyreft checkpoint.
         force: Replace the adapter that is there.
         allow_base_mismatch: Accept a `base` whose weights differ from those of the base that the source names, if
             that one is on this machine to compare with; recorded in the manifest, and honoured wherever the adapter
@@ -119,7 +120,12 @@ def convert(
         opened = _open(folder)
     policy = policy or opened.default_positions
     if policy is None:
-        raise UsageError("The source does not record its positions", accepted=ACCEPTED, hint="pass `--positions`")
+        raise UsageError(
+            "The positions that the source was trained on must be named: `--positions`",
+            got=opened.positions_reason or "a source that does not record them",
+            accepted=ACCEPTED,
+            hint="pass the same ones as in training, such as `--positions f1+l1`; `prompt` for every prompt token",
+        )
     found, remarks = _find_base(base, opened.named_base, allow_base_mismatch=allow_base_mismatch, progress=progress)
     with stage(progress, f"Checking it against {found.name}"):
         draft = opened.read(found)
@@ -137,7 +143,8 @@ def _open(folder: Path) -> _Opened:
     """Reads the source. A new format is one more branch: what it names, its default policy, and how it is read."""
     kind = detect(folder)
     if kind is SourceKind.PYREFT:
-        return _Opened(None, None, lambda base: convert_pyreft(folder, base))
+        checkpoint = read_pyreft(folder)
+        return _Opened(None, None, lambda base: convert_pyreft(checkpoint, base), POSITIONS_REASON)
     lora = read_peft_lora(folder)
     return _Opened(lora.named_base, PROMPT, lambda base: convert_peft_lora(lora, base))
 
