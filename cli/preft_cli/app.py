@@ -20,6 +20,7 @@ from preft_cli.errors import INTERRUPTED, guarded
 from preft_cli.options import CONTEXT, examples
 
 COMMANDS = {
+    "demo": "preft_cli.commands.demo",
     "models": "preft_cli.commands.models",
     "convert": "preft_cli.commands.convert",
     "export": "preft_cli.commands.export",
@@ -27,6 +28,7 @@ COMMANDS = {
     "check": "preft_cli.commands.check",
     "generate": "preft_cli.commands.generate",
     "serve": "preft_cli.commands.serve",
+    "plan": "preft_cli.commands.plan",
     "doctor": "preft_cli.commands.doctor",
     "version": "preft_cli.commands.version",
 }
