@@ -30,6 +30,22 @@ FindPolicy = Callable[[object], Policy | None]
 """From a request's `model` to the position policy of its adapter, or None for the base model."""
 
 
+def check_length(prompt_length: int, max_model_len: int) -> None:
+    """Checks a prompt's length.
+
+    Raises:
+        RequestError: It is empty, or leaves no room for a token.
+    """
+    if not prompt_length:
+        raise RequestError("The prompt is empty", accepted="at least one token")
+    if prompt_length >= max_model_len:
+        raise RequestError(
+            "The prompt does not fit the context",
+            got=f"{prompt_length} tokens",
+            accepted=f"at most {max_model_len - 1}",
+        )
+
+
 def check_boundary(arguments: Mapping[str, object] | None, policy: Policy | None, prompt_length: int) -> None:
     """Checks what a request says of its boundary.
 
@@ -142,8 +158,7 @@ class PreftOnlineRenderer(OnlineRenderer):
                 check_beam_search(policy)
             for prompt in prompts:
                 length = extract_prompt_len(self.model_config, prompt)
-                if not length:
-                    raise RequestError("The prompt is empty", accepted="at least one token")
+                check_length(length, self.model_config.max_model_len)
                 check_boundary(getattr(request, "vllm_xargs", None), policy, length)
         except PreftError as error:
             raise_for_client(error)

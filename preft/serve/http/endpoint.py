@@ -24,7 +24,7 @@ from preft.positions import Policy
 from preft.serve.backend import guard
 from preft.serve.backend.options import BackendOptions
 from preft.serve.http.checks import install_checks
-from preft.serve.http.keys import KeyMiddleware
+from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware
 from preft.serve.http.names import AdapterNames, Redactor, describe, list_models
 from preft.serve.http.plan import ServePlan, take_plan
 from preft.serve.registry import AdapterRegistry, Registered
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 _WORKERS_S = 10.0
-_CLOSED = {"error": {"message": "This route is closed: vLLM's own LoRA loading would serve adapters on every token"}}
 
 
 @dataclass
@@ -88,8 +87,7 @@ class PreftEndpoints:
         app.add_api_route("/v1/preft/health", show_health, methods=["GET"])
         app.add_api_route("/v1/preft/adapters", show_adapters, methods=["GET"])
         app.add_api_route("/v1/preft/status", show_status, methods=["GET"])
-        app.add_api_route("/v1/load_lora_adapter", closed, methods=["POST"])
-        app.add_api_route("/v1/unload_lora_adapter", closed, methods=["POST"])
+        app.add_middleware(ClosedMiddleware)
         if keys := _keys(app.state.args):
             app.add_middleware(KeyMiddleware, keys=keys)
 
@@ -227,8 +225,3 @@ async def show_status(request: Request) -> JSONResponse:
         body["workers"], body["error"] = [], f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return JSONResponse(body, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
     return JSONResponse(body)
-
-
-async def closed() -> JSONResponse:
-    """Routes of vLLM's that stay closed."""
-    return JSONResponse(_CLOSED, status_code=HTTPStatus.FORBIDDEN)

@@ -16,9 +16,9 @@ from preft.errors import EngineError, PreftError, RequestError, UnsupportedError
 from preft.positions import ALL, PROMPT, Policy
 from preft.serve.backend import guard
 from preft.serve.backend.reference import AdapterReference
-from preft.serve.http.checks import check_beam_search, check_boundary, check_engine_request
+from preft.serve.http.checks import check_beam_search, check_boundary, check_engine_request, check_length
 from preft.serve.http.endpoint import PreftEndpoints, require_canaries
-from preft.serve.http.keys import KeyMiddleware
+from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware
 from preft.serve.http.names import AdapterNames, Redactor, describe, list_models
 from preft.serve.registry import AdapterRegistry
 from preft.serve.settings import EngineSettings
@@ -113,13 +113,10 @@ def test_a_boundary_within_the_prompt_passes(boundary: int, policy: Policy) -> N
     check_boundary({"prefix": 1}, None, 7)
 
 
-@pytest.mark.parametrize("boundary", [-1, 8, "3", 2.5, 2.0, True, [1], None, 1 << 70])
+@pytest.mark.parametrize("boundary", [-1, 8, "3", 2.5, 2.0, True, [1], 1 << 70])
 def test_another_boundary_is_refused(boundary: object) -> None:
     with pytest.raises(UsageError, match="boundary of a request is not valid") as refused:
-        if boundary is None:
-            check_boundary({"preft_prompt_len": "None"}, PROMPT, 7)
-        else:
-            check_boundary({"preft_prompt_len": boundary}, PROMPT, 7)
+        check_boundary({"preft_prompt_len": boundary}, PROMPT, 7)
     assert "for a prompt of 7 tokens" in str(refused.value)
 
 
@@ -132,6 +129,14 @@ def test_what_else_a_request_cannot_ask_for() -> None:
         check_beam_search(PROMPT)
     check_beam_search(ALL)
     check_beam_search(None)
+
+
+def test_the_length_of_a_prompt() -> None:
+    check_length(1, 10)
+    check_length(9, 10)
+    for length, text in ((0, "prompt is empty"), (10, "got: 10 tokens"), (11, "accepted: at most 9")):
+        with pytest.raises(RequestError, match=text):
+            check_length(length, 10)
 
 
 def engine_request(policy: Policy | None, **fields: object) -> Any:
@@ -201,6 +206,8 @@ def test_the_plugin_is_registered() -> None:
         ("//health", None, 401),
         ("/metrics", "Bearer one", 200),
         ("/v1/models", "bearer two", 200),
+        ("/invocations", "Bearer one", 403),
+        ("/v1/load_lora_adapter", "Bearer one", 403),
     ],
 )
 def test_the_key_guards_every_route(path: str, header: str | None, status: int) -> None:
@@ -224,5 +231,5 @@ async def answer(kind: str, path: str, header: str | None) -> int:
 
     headers = [(b"authorization", header.encode())] if header else []
     scope = {"type": kind, "path": path, "headers": headers, "method": "GET"}
-    await KeyMiddleware(app, ["one", "two"])(scope, None, send)  # type: ignore[arg-type]
+    await KeyMiddleware(ClosedMiddleware(app), ["one", "two"])(scope, None, send)  # type: ignore[arg-type]
     return int(sent[0].get("status") or sent[0]["code"])
