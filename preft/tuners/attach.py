@@ -48,11 +48,19 @@ def attach(model: PreTrainedModel, adapter: Adapter, *, name: str = "default") -
         AdapterError: The adapter does not fit the model.
         UnsupportedError: The model cannot be adapted by position, or carries adapters of PEFT's own.
     """
-    handle: AttachedModel | None = model.__dict__.get(_HANDLE)
-    if handle is None:
-        handle = AttachedModel(model)
+    handle = attached(model)
     handle.add(adapter, name=name)
     return handle
+
+
+def attached(model: PreTrainedModel) -> AttachedModel:
+    """The handle of a model's adapters; a new one if it has none yet.
+
+    Raises:
+        UnsupportedError: The model carries adapters of PEFT's own, or cannot be adapted by position.
+    """
+    handle: AttachedModel | None = model.__dict__.get(_HANDLE)
+    return AttachedModel(model) if handle is None else handle
 
 
 class AttachedModel:
@@ -73,6 +81,7 @@ class AttachedModel:
         self.model = model
         self._gate = PositionGate(model)
         self._adapters: dict[str, Adapter] = {}
+        self._trainable: set[str] = set()
         self._active: str | None = None
 
     @property
@@ -90,8 +99,20 @@ class AttachedModel:
         """Position policy of each attached adapter."""
         return dict(self._gate.policies)
 
-    def add(self, adapter: Adapter, *, name: str) -> None:
-        """Attaches another adapter and puts it in use; see `attach`."""
+    @property
+    def trainable(self) -> frozenset[str]:
+        """Names of the adapters whose values are being trained; `adapters` holds what they started from."""
+        return frozenset(self._trainable)
+
+    def add(self, adapter: Adapter, *, name: str, trainable: bool = False) -> None:
+        """Attaches another adapter and puts it in use; see `attach`.
+
+        Args:
+            adapter: Its values.
+            name: What to call it.
+            trainable: Hold its values in float32 whatever the model's number type, and let them take gradients while
+                the adapter is in use.
+        """
         if not name or "." in name or name in self._adapters:
             raise UsageError(
                 "The adapter cannot be attached under this name",
@@ -99,9 +120,12 @@ class AttachedModel:
                 accepted="a name that is free and holds no dot",
             )
         require_attachable(self.model, adapter)
+        dtype = torch.float32 if trainable else self.model.dtype
         for site in adapter.manifest.sites:
-            _add_site(self.model, site, adapter.site_tensors(site), name)
+            _add_site(self.model, site, adapter.site_tensors(site), name, dtype)
         self._adapters[name] = adapter
+        if trainable:
+            self._trainable.add(name)
         self._gate.policies[name] = adapter.manifest.positions
         self._gate.bind()
         self.model.__dict__[_HANDLE] = self
@@ -123,8 +147,9 @@ class AttachedModel:
                 accepted=", ".join(f"`{known}`" for known in sorted(self._adapters)) or "none",
             )
         for layer in _layers(self.model).values():
-            # PEFT's own `enable_adapters` would make the adapter trainable.
-            BaseTunerLayer.set_adapter(layer, [] if name is None else name, inference_mode=True)
+            # PEFT's own `enable_adapters` would make every adapter trainable.
+            frozen = name not in self._trainable
+            BaseTunerLayer.set_adapter(layer, [] if name is None else name, inference_mode=frozen)
             layer._disable_adapters = name is None
         self._active = name
 
@@ -143,6 +168,7 @@ class AttachedModel:
             for layer in _layers(self.model).values():
                 _forget(layer, name)
             del self._adapters[name], self._gate.policies[name]
+            self._trainable.discard(name)
             return
         if name is not None and name not in self._adapters:
             raise UnknownAdapterError(f"No adapter named `{name}` is attached")
@@ -153,7 +179,7 @@ class AttachedModel:
                 setattr(self.model.get_submodule(parent), child, layer.get_base_layer())
             else:
                 delattr(self.model.get_submodule(parent), child)
-        self._adapters, self._active = {}, None
+        self._adapters, self._trainable, self._active = {}, set(), None
         self._gate.policies.clear()
         for own in (_HANDLE, "save_pretrained"):
             self.model.__dict__.pop(own, None)
@@ -205,20 +231,21 @@ def require_attachable(model: PreTrainedModel, adapter: Adapter) -> None:
             )
 
 
-def _add_site(model: PreTrainedModel, site: Site, tensors: SiteTensors, name: str) -> None:
+def _add_site(model: PreTrainedModel, site: Site, tensors: SiteTensors, name: str, dtype: torch.dtype) -> None:
     if site.kind is SiteKind.BLOCK:
         block = model.get_submodule(site.path)
         layer = getattr(block, _BLOCK_CHILD, None)
         if not isinstance(layer, GatedBlock):
             layer = GatedBlock(site.in_features)
             block.add_module(_BLOCK_CHILD, layer)
-        reference = next(block.parameters())
-        layer.add_adapter(name, _linear(tensors.down, tensors.bias, reference), _linear(tensors.up, None, reference))
+        device = next(block.parameters()).device
+        down, up = _linear(tensors.down, tensors.bias, device, dtype), _linear(tensors.up, None, device, dtype)
+        layer.add_adapter(name, down, up)
         return
-    _add_linear(model, site, tensors, name)
+    _add_linear(model, site, tensors, name, dtype)
 
 
-def _add_linear(model: PreTrainedModel, site: Site, tensors: SiteTensors, name: str) -> None:
+def _add_linear(model: PreTrainedModel, site: Site, tensors: SiteTensors, name: str, dtype: torch.dtype) -> None:
     target: Any = model.get_submodule(site.path)
     base = target.get_base_layer() if isinstance(target, GatedLinear) else target
     config = LoraConfig(
@@ -236,19 +263,19 @@ def _add_linear(model: PreTrainedModel, site: Site, tensors: SiteTensors, name: 
         parent, _, child = site.path.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     layer.scaling[name] = site.scale
-    layer.lora_A[name] = _linear(tensors.down, tensors.bias, base.weight)
-    layer.lora_B[name] = _linear(tensors.up, None, base.weight)
+    layer.lora_A[name] = _linear(tensors.down, tensors.bias, base.weight.device, dtype)
+    layer.lora_B[name] = _linear(tensors.up, None, base.weight.device, dtype)
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None, reference: torch.Tensor) -> nn.Linear:
-    """A frozen linear module with these values, in the number type and on the device of `reference`."""
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device, dtype: torch.dtype) -> nn.Linear:
+    """A frozen linear module with these values."""
     with torch.device("meta"):
         module = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    module.weight = _frozen(weight, reference)
+    module.weight = _frozen(weight, device, dtype)
     if bias is not None:
-        module.bias = _frozen(bias, reference)
+        module.bias = _frozen(bias, device, dtype)
     return module
 
 
-def _frozen(tensor: torch.Tensor, reference: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.detach().to(reference.device, reference.dtype, copy=True), requires_grad=False)
+def _frozen(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(tensor.detach().to(device, dtype, copy=True), requires_grad=False)

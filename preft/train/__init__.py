@@ -1,0 +1,1 @@
+"""Training of adapters, under the very rule that serves them."""

@@ -1,0 +1,184 @@
+"""A plain supervised loop: an adapter from a list of examples in memory, with nothing but PyTorch around it.
+
+`preft.train.sft` is the full trainer: recipes, evaluation, checkpoints, resumption. This loop is for a few minutes of
+training inside another program.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from preft.adapters.adapter import Adapter
+from preft.adapters.fingerprint import BaseFingerprint, fingerprint_base
+from preft.config.progress import Progress, stage
+from preft.data.collate import collate
+from preft.data.examples import Example
+from preft.errors import EngineError, UsageError
+from preft.models.chat_template import chat_template_sha256
+from preft.positions import Policy
+from preft.provenance import provenance
+from preft.train.model import load_base, supervised_loss
+from preft.tuners.trainable import extract_adapter, new_adapter, parameter_groups
+
+WARMUP = 0.1
+"""Part of the steps over which the learning rate rises; afterwards it falls to zero along a cosine."""
+MAX_GRADIENT_NORM = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """What a run made.
+
+    Attributes:
+        adapter: The adapter, in float32.
+        losses: Mean loss of each step's batch, before the step.
+        seconds: Time the steps took, without loading the model.
+    """
+
+    adapter: Adapter
+    losses: tuple[float, ...]
+    seconds: float
+
+
+def train_loop(
+    model_folder: Path | str,
+    examples: Sequence[Example],
+    *,
+    method: str,
+    rank: int,
+    steps: int,
+    learning_rate: float,
+    batch_size: int,
+    seed: int,
+    targets: Sequence[str] | None = None,
+    layers: Collection[int] | None = None,
+    alpha: float | None = None,
+    orthogonal: bool = False,
+    positions: Policy | None = None,
+    dtype: str = "float32",
+    base: BaseFingerprint | None = None,
+    progress: Progress | None = None,
+) -> TrainedAdapter:
+    """Trains a new adapter on examples.
+
+    Args:
+        model_folder: Checkpoint folder of the base model.
+        examples: At least one; each pass over them is shuffled anew.
+        method: See `preft.tuners.trainable.METHODS`, and `new_adapter` there for the arguments after `seed`.
+        rank: Of every site.
+        steps: Updates to make.
+        learning_rate: Of AdamW, at its highest.
+        batch_size: Examples in a step.
+        seed: Of the starting values and of the order of the examples.
+        targets: Linear modules to adapt.
+        layers: Blocks to adapt.
+        alpha: Scale times rank.
+        orthogonal: Keep R of block sites orthogonal.
+        positions: Position policy.
+        dtype: Number type of the frozen base; the adapter is float32 in any case.
+        base: Fingerprint of the base model to record; None takes it from the folder.
+        progress: Receives one stage for loading and one for training.
+
+    Raises:
+        UsageError: An argument is not valid.
+        EngineError: The loss is not finite; the message names the step and the examples.
+    """
+    if not examples or steps < 1 or batch_size < 1:
+        got = f"{len(examples)} examples, {steps} steps, batches of {batch_size}"
+        raise UsageError("There is nothing to train", got=got, accepted="at least 1 of each")
+    with stage(progress, "Loading the base model"):
+        model = load_base(model_folder, dtype=dtype)
+        handle = new_adapter(
+            model,
+            base or fingerprint_base(Path(model_folder)),
+            method,
+            rank,
+            targets=targets,
+            layers=layers,
+            alpha=alpha,
+            orthogonal=orthogonal,
+            positions=positions,
+            seed=seed,
+        )
+    model.train()
+    policy = handle.policies["default"]
+    groups = parameter_groups(handle)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
+    losses: list[float] = []
+    started = time.monotonic()
+    with stage(progress, f"Training {method} at rank {rank}", steps):
+        for batch in batches(examples, batch_size, steps, seed):
+            total, num_labels = supervised_loss(model, collate(batch, policy=policy))
+            losses.append(require_finite(float(total.detach()) / num_labels, len(losses) + 1, batch))
+            (total / num_labels).backward()
+            torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], MAX_GRADIENT_NORM)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            _log.debug("step %d of %d: loss %.4f", len(losses), steps, losses[-1])
+            if progress is not None:
+                progress.advance()
+    seconds = time.monotonic() - started
+    facts = {
+        "method": method,
+        "examples": len(examples),
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "batch_size": batch_size,
+        "seed": seed,
+        "base_dtype": dtype,
+        "loss": {"first": losses[0], "last": losses[-1]},
+    }
+    adapter = extract_adapter(
+        handle,
+        provenance=provenance("train", facts),
+        chat_template_sha256=chat_template_sha256(Path(model_folder)),
+    )
+    return TrainedAdapter(adapter, tuple(losses), seconds)
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Part of the full learning rate that step number `step`, from 0, takes."""
+    warmup = max(1, round(steps * WARMUP))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def batches(examples: Sequence[Example], batch_size: int, steps: int, seed: int) -> Iterator[list[Example]]:
+    """`steps` batches; each pass over the examples has an order of its own, and its last batch may be smaller."""
+    shuffler = random.Random(seed)
+    order: list[int] = []
+    for _ in range(steps):
+        if not order:
+            order = list(range(len(examples)))
+            shuffler.shuffle(order)
+        chosen, order = order[:batch_size], order[batch_size:]
+        yield [examples[index] for index in chosen]
+
+
+def require_finite(loss: float, step: int, batch: Sequence[Example]) -> float:
+    """Returns a loss.
+
+    Raises:
+        EngineError: It is not finite.
+    """
+    if math.isfinite(loss):
+        return loss
+    named = [f"`{example.id}`" for example in batch if example.id]
+    raise EngineError(
+        f"The loss is not finite at step {step}",
+        got=f"{loss} for the examples " + (", ".join(named[:16]) or "of this batch"),
+        hint="lower the learning rate; if it is not finite at step 1, look at the examples named",
+    )
