@@ -13,8 +13,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from preft.adapters.adapter import Adapter
     from preft.adapters.store import load_adapter, save_adapter
+    from preft.data.requests import GenerationRequest, GenerationResult
     from preft.errors import PreftError
     from preft.positions import Policy
+    from preft.serve.engine import Engine
+    from preft.serve.settings import EngineSettings
+    from preft.tuners.attach import attach
 
 _NAMES = {
     "Adapter": "preft.adapters.adapter",
@@ -22,9 +26,26 @@ _NAMES = {
     "save_adapter": "preft.adapters.store",
     "PreftError": "preft.errors",
     "Policy": "preft.positions",
+    "Engine": "preft.serve.engine",
+    "EngineSettings": "preft.serve.settings",
+    "GenerationRequest": "preft.data.requests",
+    "GenerationResult": "preft.data.requests",
+    "attach": "preft.tuners.attach",
 }
 
-__all__ = ["Adapter", "Policy", "PreftError", "__version__", "load_adapter", "save_adapter"]
+__all__ = [
+    "Adapter",
+    "Engine",
+    "EngineSettings",
+    "GenerationRequest",
+    "GenerationResult",
+    "Policy",
+    "PreftError",
+    "__version__",
+    "attach",
+    "load_adapter",
+    "save_adapter",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -136,8 +136,12 @@ def require_version() -> None:
     Raises:
         EngineError: It is not one that the backend was written and tested against.
     """
-    import vllm
-
+    try:
+        import vllm
+    except ImportError as error:
+        raise EngineError(
+            "vLLM is not installed, or cannot be imported", got=str(error), hint="see docs/guides/install.md"
+        ) from None
     if not vllm.__version__.startswith(SUPPORTED):
         raise EngineError(
             "This version of vLLM is not supported",
