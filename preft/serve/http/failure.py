@@ -35,8 +35,19 @@ def find_cause(log: Sequence[str]) -> PreftError | str | None:
         kind = getattr(preft.errors, match["kind"], None) if match else None
         if match and isinstance(kind, type) and issubclass(kind, PreftError):
             return _rebuilt(kind, match["what"], lines[index + 1 : index + 8])
-    named = (line.strip() for line in reversed(lines) if _ANY.match(line.strip()))
-    return next((line for line in named if not any(symptom in line for symptom in _SYMPTOMS)), None)
+    for index in range(len(lines) - 1, -1, -1):
+        line = lines[index].strip()
+        if _ANY.match(line) and not any(symptom in line for symptom in _SYMPTOMS):
+            return _with_details(line, lines[index + 1 : index + 3])
+    return None
+
+
+def _with_details(line: str, following: Sequence[str]) -> str:
+    """A validation error names nothing by itself; its next line, or the one after the field's name, does."""
+    if "validation error" not in line:
+        return line
+    details = [text.strip() for text in following if text.strip()]
+    return next((text for text in details if "error" in text), " ".join([line, *details]))
 
 
 def _rebuilt(kind: type[PreftError], what: str, following: Sequence[str]) -> PreftError:

@@ -219,4 +219,7 @@ def test_the_cause_is_found_above_its_symptoms() -> None:
         "hint": "do so",
     }
     assert find_cause(["all is well\n"]) is None
+    assert find_cause(["vllm.exceptions.EngineDeadError: EngineCore encountered an issue"]) is None
+    validation = "pydantic.ValidationError: 1 validation error for X\n  Value error, It is too long [type=v]\n"
+    assert find_cause(validation.splitlines()) == "Value error, It is too long [type=v]"
     assert not isinstance(find_cause(["preft.errors.PreftErrors: x"]), PreftError)
