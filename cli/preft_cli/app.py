@@ -28,6 +28,7 @@ COMMANDS = {
     "check": "preft_cli.commands.check",
     "generate": "preft_cli.commands.generate",
     "serve": "preft_cli.commands.serve",
+    "bench": "preft_cli.commands.bench",
     "plan": "preft_cli.commands.plan",
     "doctor": "preft_cli.commands.doctor",
     "version": "preft_cli.commands.version",

@@ -1,0 +1,125 @@
+"""What `preft bench` does around the library: checks first, then the run, then the report."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from preft.bench.compare import Comparison
+from preft.bench.facts import available_memory, read_facts
+from preft.bench.page import LATENCY_COLUMNS, SPEED_COLUMNS, save_page
+from preft.bench.plots import require_matplotlib, save_plots
+from preft.bench.runner import COMPLETE, INTERRUPTED, run_bench
+from preft.bench.spec import BenchSpec, require_fitting, require_writable
+from preft.bench.summary import remarks, summarise
+from preft.errors import EngineError, UsageError
+from preft.models.locate import locate_model
+from preft_cli.console import Session
+from preft_cli.engines import vllm_is_installed
+from preft_cli.errors import FAILED, OK
+from preft_cli.errors import INTERRUPTED as INTERRUPTED_STATUS
+from preft_cli.render import table
+
+if TYPE_CHECKING:
+    from preft.bench.runner import Outcome
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Reads `8` or `1,8,64`.
+
+    Raises:
+        UsageError: It is no list of whole numbers.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,9}", part, re.ASCII) for part in parts):
+        raise UsageError(f"`{flag}` is not valid", got=f"`{text}`", accepted="whole numbers such as `8` or `1,8,64`")
+    return tuple(int(part) for part in parts)
+
+
+def run_throughput(spec: BenchSpec, session: Session, **parts: Any) -> int:
+    """Checks, measures, reports.
+
+    Args:
+        spec: What is asked.
+        session: Where output goes.
+        parts: Replacements for `run_bench`'s parts, for tests.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        PreftError: Something is refused before any engine starts.
+    """
+    require_writable(spec.out)
+    require_matplotlib()
+    if not vllm_is_installed():
+        raise EngineError("vLLM is not installed", hint="`make setup` on CPU, `make gpu` on NVIDIA")
+    progress = session.progress()
+    folder = locate_model(spec.model, progress=progress)
+    with session.diverted():
+        facts = read_facts(folder, spec.dtype)
+        free = shutil.disk_usage(spec.out).free
+        require_fitting(spec, facts, memory_bytes=available_memory(), disk_bytes=free)
+        outcome = run_bench(spec, folder, facts, progress=progress, **parts)
+        entries = summarise(outcome.rows)
+        notes = remarks(outcome.rows, entries, outcome.status)
+        save_plots(entries, spec.out)
+        page = save_page(spec.out, entries, notes, outcome.setup)
+    _report(session, outcome, entries, notes)
+    session.note(f"rows, plots and {page}")
+    if outcome.status == INTERRUPTED:
+        return INTERRUPTED_STATUS
+    return OK if outcome.status == COMPLETE else FAILED
+
+
+def _report(session: Session, outcome: Outcome, entries: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
+    if outcome.earlier is not None:
+        session.note(f"the rows of an earlier run are now in {outcome.earlier}")
+    if session.as_json:
+        for row in outcome.rows:
+            session.emit(row)
+    elif entries:
+        session.show(_table(SPEED_COLUMNS, entries), "", _table(LATENCY_COLUMNS, entries))
+    for note in notes:
+        session.warn(note)
+    for row in outcome.failures:
+        session.err.print(f"error: {row['arm']}: {row['error'].get('message')}; its log: {row['error'].get('log')}")
+
+
+def _table(columns: dict[str, Any], entries: Sequence[dict[str, Any]]) -> Any:
+    rows = [[cell(entry) for cell in columns.values()] for entry in entries]
+    return table(list(columns), rows, numeric=[title for title in columns if title != "arm"])
+
+
+def show_comparison(session: Session, found: Comparison) -> None:
+    """Prints two results side by side."""
+    headers = ("arm", "adapters", "LoRA rank", f"{found.metric}: A", "B", "change", "n", "verdict")
+    rows = [
+        (
+            change.arm,
+            change.adapters,
+            change.rank,
+            f"{change.before:.4g}",
+            f"{change.after:.4g}",
+            f"{change.change:+.1%}",
+            f"{change.before_repeats}, {change.after_repeats}",
+            _verdict(change.regressed, change.separate, change.change),
+        )
+        for change in found.changes
+    ]
+    session.show(table(headers, rows, numeric=headers[1:7]))
+    for name, values in (("only in A", found.only_before), ("only in B", found.only_after)):
+        if values:
+            session.show(f"{name}: {', '.join(values)}")
+    if found.differences:
+        session.warn(f"the set-ups differ in {'; '.join(found.differences)}")
+    if found.partial:
+        session.warn("one of the results is partial")
+
+
+def _verdict(regressed: bool, separate: bool, change: float) -> str:
+    if regressed:
+        return "SLOWER" + ("" if separate else " (repeats overlap)")
+    return "faster" if separate and change > 0 else "ok"

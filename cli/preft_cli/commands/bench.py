@@ -1,0 +1,120 @@
+"""`preft bench`: throughput of adapters on this machine, and results against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from preft_cli.console import Session
+from preft_cli.options import Json, Quiet, Verbose, command_app, examples
+
+app = command_app()
+
+
+@app.callback()
+def bench() -> None:
+    """Measure what adapters cost here: arms in processes of their own, interleaved and repeated."""
+
+
+@app.command(
+    "throughput",
+    epilog=examples(
+        "preft bench throughput smollm2 --arms base,lora,lorap,direftp --adapters 64 --slots 64 --out result",
+        "preft bench throughput smollm2 --adapters 1,8,64 --rank 8,32 --popularity zipf:1.1 --out sweep --json",
+        "preft bench throughput smollm2 --arms base,base --repeats 5 --out noise",
+    ),
+)
+def throughput(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="For rows, plots, page, logs and adapters.")],
+    arms: Annotated[
+        str, typer.Option("--arms", help="Of base, stock-lora, lora, lorap, direftp; one twice shows the noise.")
+    ] = "base,stock-lora,lora,lorap,direftp",
+    adapters: Annotated[str, typer.Option("--adapters", metavar="N[,N]", help="Distinct adapters.")] = "8",
+    slots: Annotated[int, typer.Option("--slots", help="Adapters that one step may hold.")] = 8,
+    rank: Annotated[str, typer.Option("--rank", metavar="R[,R]", help="Of the LoRA adapters.")] = "16",
+    direft_rank: Annotated[int, typer.Option("--direft-rank", help="Of the DiReFT adapters.")] = 8,
+    input_len: Annotated[int, typer.Option("--input-len", help="Prompt tokens a request.")] = 128,
+    output_len: Annotated[int, typer.Option("--output-len", help="Output tokens; end-of-sequence is ignored.")] = 128,
+    requests: Annotated[int, typer.Option("--requests", help="Requests a run, submitted at once.")] = 64,
+    max_num_seqs: Annotated[
+        int | None, typer.Option("--max-num-seqs", help="Requests that run at once. Default: all.")
+    ] = None,
+    mode: Annotated[str, typer.Option("--mode", help="eager, or default: what the engine chooses.")] = "eager",
+    repeats: Annotated[int, typer.Option("--repeats", help="Processes an arm and point.")] = 3,
+    warm_runs: Annotated[int, typer.Option("--warm-runs", help="Runs of a process after its cold one.")] = 2,
+    popularity: Annotated[
+        str, typer.Option("--popularity", help="How requests choose adapters: distinct, uniform or zipf:A.")
+    ] = "distinct",
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_cache_gib: Annotated[
+        float | None, typer.Option("--kv-cache-gib", help="Size of the KV cache. Default: enough for all requests.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of adapters, prompts and choices.")] = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare arms: base, stock vLLM multi-LoRA, all-token LoRA here, LoRAP and DiReFTP.
+
+    Each arm is an engine process of its own; arms take turns, and every run has new prompts. DIR gets rows.jsonl,
+    throughput.png, throughput.svg and index.html. Rows of an earlier run there are kept under another name.
+    Exit status 1 if an arm fails; rows of a partial run are marked.
+    """
+    session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
+    from preft.bench.spec import BenchSpec
+    from preft_cli.bench import numbers, run_throughput
+
+    spec = BenchSpec(
+        model=model,
+        out=out,
+        arms=tuple(part.strip() for part in arms.split(",") if part.strip()),
+        adapters=numbers("--adapters", adapters),
+        slots=slots,
+        ranks=numbers("--rank", rank),
+        direft_rank=direft_rank,
+        input_len=input_len,
+        output_len=output_len,
+        requests=requests,
+        mode=mode,
+        repeats=repeats,
+        warm_runs=warm_runs,
+        popularity=popularity,
+        dtype=dtype,
+        seed=seed,
+        max_num_seqs=max_num_seqs,
+        kv_cache_gib=kv_cache_gib,
+    )
+    status = run_throughput(spec, session)
+    if status:
+        raise typer.Exit(status)
+
+
+@app.command(
+    "compare",
+    epilog=examples("preft bench compare before after", "preft bench compare before after --threshold 0.1 --json"),
+)
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A results folder, or its rows.jsonl.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    threshold: Annotated[float, typer.Option("--threshold", help="Share that B may lose before it fails.")] = 0.05,
+    metric: Annotated[
+        str, typer.Option("--metric", help="output_tokens_per_s, ratio_to_base, decode_tokens_per_s, ...")
+    ] = "output_tokens_per_s",
+    as_json: Json = False,
+) -> None:
+    """Say what became slower from A to B; exit status 1 if anything did by more than the threshold."""
+    session = Session(as_json=as_json)
+    from preft.bench.compare import compare as compare_rows
+    from preft.bench.rows import read_rows
+    from preft_cli.bench import show_comparison
+
+    found = compare_rows(read_rows(before), read_rows(after), threshold=threshold, metric=metric)
+    if as_json:
+        session.emit(found.to_dict())
+    else:
+        show_comparison(session, found)
+    if found.regressed:
+        raise typer.Exit(1)

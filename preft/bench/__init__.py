@@ -1,0 +1,1 @@
+"""Throughput of adapters on this machine: arms in processes of their own, interleaved and repeated."""

@@ -1,0 +1,114 @@
+"""What a benchmark must know of a model and a machine before it starts anything."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from preft.errors import UnsupportedError
+from preft.models.structure import ModelStructure, ModuleInfo, ModuleKind
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checks need of a model.
+
+    Attributes:
+        max_length: Longest prompt plus output.
+        vocab_size: Token ids are below it.
+        hidden_size: Width of the residual stream.
+        num_blocks: Decoder blocks.
+        kv_values_per_token: Numbers that the KV cache holds for one token.
+        weight_values: Values of all weights.
+        linear_widths: Input plus output width, summed over the linears that LoRA acts on.
+        value_bytes: Bytes of one number of weights and KV cache.
+    """
+
+    max_length: int | None
+    vocab_size: int
+    hidden_size: int
+    num_blocks: int
+    kv_values_per_token: int
+    weight_values: int
+    linear_widths: int
+    value_bytes: int
+
+    def adapter_bytes(self, arm: str, rank: int, direft_rank: int) -> int:
+        """Bytes of one adapter in bfloat16."""
+        if arm == "base":
+            return 0
+        if arm == "direftp":
+            return 2 * direft_rank * (2 * self.hidden_size + 1) * self.num_blocks
+        return 2 * rank * self.linear_widths
+
+
+def lora_modules(structure: ModelStructure) -> list[ModuleInfo]:
+    """The linears that the LoRA arms act on: all of the decoder's blocks, sorted by path."""
+    prefixes = tuple(f"{block}." for block in structure.blocks)
+    found = [
+        info
+        for path, info in structure.modules.items()
+        if info.kind == ModuleKind.LINEAR and path.startswith(prefixes) and ".experts." not in path
+    ]
+    if not found:
+        raise UnsupportedError("The model has no linear modules that LoRA could act on", got=structure.model_class)
+    return sorted(found, key=lambda info: info.path)
+
+
+def read_facts(folder: Path, dtype: str) -> ModelFacts:
+    """Reads what the checks need from a checkpoint, without its weights.
+
+    Raises:
+        PreftError: It cannot be read, or is not a model that generates text.
+    """
+    from preft.adapters.baseconfig import read_base_config
+    from preft.models.structure import build_meta_model, structure_of
+
+    config = read_base_config(folder).get_text_config()
+    model = build_meta_model(folder)
+    structure = structure_of(model)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    used = stored if dtype == "auto" else dtype
+    return ModelFacts(
+        max_length=getattr(config, "max_position_embeddings", None),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_blocks=len(structure.blocks),
+        kv_values_per_token=2 * len(structure.blocks) * kv_heads * head_dim,
+        weight_values=sum(parameter.numel() for parameter in model.parameters()),
+        linear_widths=sum(item.in_features + item.out_features for item in lora_modules(structure)),
+        value_bytes=4 if used == "float32" else 2,
+    )
+
+
+def available_memory() -> int:
+    """Bytes of host memory that new processes can have."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        found: Mapping[str, str] = dict(line.split(":", 1) for line in file)
+    return int(found["MemAvailable"].split()[0]) * 1024
+
+
+def machine_facts() -> dict[str, Any]:
+    """The machine that the rows were measured on."""
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    lines = (line for line in text.splitlines() if line.startswith("model name"))
+    return next(lines, ":").partition(":")[2].strip() or platform.machine()

@@ -1,0 +1,162 @@
+"""One self-contained HTML page of a result: no script, no request, light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from preft.bench.plots import inline_svg
+from preft.errors import FileError
+
+PAGE_NAME = "index.html"
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --soft: #5c5c5c; --line: #d9d9d9; --warn: #9a3412; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8e8e8; --paper: #131417; --soft: #a3a3a3; --line: #34363b; --warn: #fdba74; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 64rem; color: var(--ink); background: var(--paper);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; line-height: 1.25; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+p, li { overflow-wrap: anywhere; }
+.soft { color: var(--soft); } .warn { color: var(--warn); }
+.wide { overflow-x: auto; }
+figure { margin: 1rem 0; } figure svg { display: block; width: 100%; height: auto; max-width: 44rem; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.3rem 0.7rem 0.3rem 0; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+pre { overflow-x: auto; font-size: 0.8rem; padding: 0.6rem; border: 1px solid var(--line); }
+"""
+
+
+def save_page(folder: Path, entries: Sequence[dict[str, Any]], remarks: Sequence[str], setup: dict[str, Any]) -> Path:
+    """Writes the page.
+
+    Args:
+        folder: Where.
+        entries: See `preft.bench.summary.summarise`.
+        remarks: What a reader must know first.
+        setup: Of the whole benchmark.
+
+    Raises:
+        FileError: It cannot be written.
+    """
+    path = folder / PAGE_NAME
+    try:
+        path.write_text(build_page(entries, remarks, setup), encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"`{path}` cannot be written", got=error.strerror) from None
+    return path
+
+
+def build_page(entries: Sequence[dict[str, Any]], remarks: Sequence[str], setup: dict[str, Any]) -> str:
+    """The page as text."""
+    title = f"Throughput of {Path(str(setup['model'])).name}"
+    picture = inline_svg(entries)
+    machine = setup.get("machine", {})
+    lengths = f"{setup['input_len']} tokens in, {setup['output_len']} out, {setup['requests']} requests a run"
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f'<p class="soft">{_text(lengths)}; {_text(setup["popularity"])} adapters, {_text(setup["slots"])} slots, mode '
+        f"{_text(setup['mode'])}, {_text(setup['repeats'])} repeats. {_text(machine.get('processor', ''))}, "
+        f"{_text(machine.get('cores', '?'))} cores. {_text(setup.get('created', ''))}</p>",
+        "".join(f'<p class="warn">{_text(remark)}</p>' for remark in remarks),
+        f"<figure>{picture}</figure>" if picture else '<p class="warn">No arm was measured.</p>',
+        "<h2>Throughput</h2>",
+        _table(SPEED_COLUMNS, entries),
+        '<p class="soft">Ratios are geometric means of paired repeats with a 95 % interval. An interval that includes '
+        "1 shows no difference.</p>",
+        "<h2>Latency</h2>",
+        _table(LATENCY_COLUMNS, entries),
+        "<h2>Per adapter, and memory</h2>",
+        _table(FAIRNESS_COLUMNS, entries),
+        "<h2>Set-up</h2>",
+        f"<pre>{_text(json.dumps(setup, indent=2, sort_keys=True))}</pre>",
+    ]
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{_text(title)}</title><style>{_STYLE}</style>"
+    )
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+def ratio_text(interval: dict[str, Any] | None) -> str:
+    """A ratio with its interval, such as `0.93 [0.90, 0.96]`, and whether it includes 1."""
+    if interval is None:
+        return "-"
+    if interval["low"] is None:
+        return f"{interval['ratio']:.3f}"
+    tail = " (includes 1)" if interval["includes_one"] else ""
+    return f"{interval['ratio']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]{tail}"
+
+
+def range_text(values: dict[str, float | None], digits: int = 1) -> str:
+    """A median with its range, such as `431.0 (420.1-440.9)`."""
+    if values["median"] is None:
+        return "-"
+    return f"{values['median']:.{digits}f} ({values['min']:.{digits}f}-{values['max']:.{digits}f})"
+
+
+def number_text(value: float | None, factor: float = 1.0, digits: int = 1) -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else f"{value * factor:.{digits}f}"
+
+
+SPEED_COLUMNS = {
+    "arm": lambda entry: entry["arm"],
+    "adapters": lambda entry: entry["adapters"],
+    "rank": lambda entry: "-" if entry["kind"] == "base" else entry["rank"],
+    "n": lambda entry: entry["repeats"],
+    "tokens/s, median (range)": lambda entry: range_text(entry["output_tokens_per_s"]),
+    "of base": lambda entry: ratio_text(entry["ratio_to_base"]),
+    "over lora": lambda entry: ratio_text(entry["ratio_to_lora"]),
+    "over stock-lora": lambda entry: ratio_text(entry["ratio_to_stock_lora"]),
+    "cold tokens/s": lambda entry: number_text(entry["cold_output_tokens_per_s"]),
+}
+"""Titles and cells of the first table; the command line shows the same."""
+
+LATENCY_COLUMNS = {
+    "arm": lambda entry: entry["arm"],
+    "adapters": lambda entry: entry["adapters"],
+    "LoRA rank": lambda entry: entry["lora_rank"],
+    "prefill s": lambda entry: number_text(entry["prefill_s"], digits=3),
+    "decode s": lambda entry: number_text(entry["decode_s"], digits=3),
+    "decode tokens/s": lambda entry: number_text(entry["decode_tokens_per_s"]),
+    "TTFT p50 ms": lambda entry: number_text(entry["ttft_s_p50"], 1e3),
+    "TTFT p99 ms": lambda entry: number_text(entry["ttft_s_p99"], 1e3),
+    "TPOT p50 ms": lambda entry: number_text(entry["tpot_s_p50"], 1e3, 2),
+    "ITL p50 ms": lambda entry: number_text(entry["itl_s_p50"], 1e3, 2),
+    "ITL p95 ms": lambda entry: number_text(entry["itl_s_p95"], 1e3, 2),
+    "ITL p99 ms": lambda entry: number_text(entry["itl_s_p99"], 1e3, 2),
+}
+
+FAIRNESS_COLUMNS = {
+    "arm": lambda entry: entry["arm"],
+    "adapters": lambda entry: entry["adapters"],
+    "LoRA rank": lambda entry: entry["lora_rank"],
+    "request tokens/s, median (range)": lambda entry: (
+        range_text(entry["fairness"]["request_tokens_per_s"], 2) if entry["fairness"] else "-"
+    ),
+    "TTFT s, median (range)": lambda entry: range_text(entry["fairness"]["ttft_s"], 3) if entry["fairness"] else "-",
+    "Jain index": lambda entry: number_text((entry["fairness"] or {}).get("jain_index"), digits=3),
+    "peak RSS GB": lambda entry: number_text(entry["peak_rss_bytes"], 1e-9, 2),
+    "other busy cores": lambda entry: number_text(entry["other_busy_cores"], digits=2),
+}
+
+
+def _table(columns: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
+    head = "".join(f"<th>{_text(title)}</th>" for title in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_text(cell(entry))}</td>" for cell in columns.values()) + "</tr>" for entry in entries
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))

@@ -1,0 +1,146 @@
+"""Pictures of a result: throughput over the number of adapters, one panel a rank, or bars for a single point."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from preft.errors import FileError, UnsupportedError
+
+LOOKS = {
+    "base": ("#6b7280", "--"),
+    "stock-lora": ("#d97706", "-"),
+    "lora": ("#dc2626", "-"),
+    "lorap": ("#2563eb", "-"),
+    "direftp": ("#059669", "-"),
+}
+INK = "#0a0b0c"
+"""Colour of text and axes in the page's picture, replaced there by the page's own."""
+
+
+def require_matplotlib() -> None:
+    """Checks, before anything is measured, that plots can be drawn.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UnsupportedError("Plots need matplotlib", hint="pip install 'preft[bench]'") from None
+
+
+def save_plots(entries: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Writes `throughput.png` and `throughput.svg`; nothing if no arm was measured.
+
+    Raises:
+        FileError: They cannot be written.
+    """
+    paths = [folder / "throughput.png", folder / "throughput.svg"]
+    with _drawn(entries, ink="#111111") as figure:
+        if figure is None:
+            return []
+        try:
+            for path in paths:
+                figure.savefig(path, dpi=150, facecolor="white")
+        except OSError as error:
+            raise FileError(f"`{error.filename}` cannot be written", got=error.strerror) from None
+    return paths
+
+
+def inline_svg(entries: Sequence[dict[str, Any]]) -> str | None:
+    """The picture for a page: no background, text as text, and ink in the page's own colour."""
+    buffer = io.StringIO()
+    with _drawn(entries, ink=INK) as figure:
+        if figure is None:
+            return None
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    # Neither a document type nor a metadata block: both only name addresses that nobody needs.
+    text = text[text.index("<svg") :]
+    start, end = text.find("<metadata>"), text.find("</metadata>")
+    if start >= 0:
+        text = text[:start] + text[end + len("</metadata>") :]
+    return text.replace(INK, "currentColor")
+
+
+@contextlib.contextmanager
+def _drawn(entries: Sequence[dict[str, Any]], *, ink: str) -> Iterator[Any]:
+    """A figure while it is needed, or None if no arm was measured. The settings hold for drawing and for saving."""
+    measured = [entry for entry in entries if entry["output_tokens_per_s"]["median"]]
+    if not measured:
+        yield None
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "preft", **dict.fromkeys(colours, ink)}
+    with matplotlib.rc_context(settings):
+        figure = _figure(measured, pyplot)
+        try:
+            yield figure
+        finally:
+            pyplot.close(figure)
+
+
+def _figure(measured: Sequence[dict[str, Any]], pyplot: Any) -> Any:
+    ranks = sorted({entry["lora_rank"] for entry in measured})
+    counts = sorted({entry["adapters"] for entry in measured})
+    width = 5.6 if len(ranks) == 1 else 4.2 * len(ranks)
+    figure, panels = pyplot.subplots(
+        1, len(ranks), figsize=(width, 3.8), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, rank in zip(panels[0], ranks, strict=True):
+        chosen = [entry for entry in measured if entry["lora_rank"] == rank]
+        if len(counts) == 1:
+            _bars(panel, chosen)
+        else:
+            _lines(panel, chosen, counts)
+        panel.set_title(f"LoRA rank {rank}" + (f", {counts[0]} adapters" if len(counts) == 1 else ""), fontsize=10)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.25, axis="y")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("output tokens/s (median, least to most)")
+    return figure
+
+
+def _bars(panel: Any, entries: Sequence[dict[str, Any]]) -> None:
+    for place, entry in enumerate(entries):
+        speed = entry["output_tokens_per_s"]
+        colour = LOOKS[entry["kind"]][0]
+        panel.bar(place, speed["median"], color=colour, alpha=0.85, yerr=_reach(speed), ecolor=INK, capsize=3)
+    panel.set_xticks(range(len(entries)), [entry["arm"] for entry in entries], rotation=20)
+
+
+def _lines(panel: Any, entries: Sequence[dict[str, Any]], counts: Sequence[int]) -> None:
+    for arm in dict.fromkeys(entry["arm"] for entry in entries):
+        points = sorted((entry for entry in entries if entry["arm"] == arm), key=lambda entry: entry["adapters"])
+        colour, style = LOOKS[points[0]["kind"]]
+        speeds = [point["output_tokens_per_s"] for point in points]
+        reach = [[_reach(speed)[side][0] for speed in speeds] for side in (0, 1)]
+        panel.errorbar(
+            [point["adapters"] for point in points],
+            [speed["median"] for speed in speeds],
+            yerr=reach,
+            color=colour,
+            linestyle=style,
+            marker="o",
+            markersize=3.5,
+            capsize=2,
+            label=arm,
+        )
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(list(counts), [str(count) for count in counts])
+    panel.minorticks_off()
+    panel.set_xlabel("adapters")
+    panel.legend(frameon=False, fontsize=8)
+
+
+def _reach(speed: dict[str, float]) -> list[list[float]]:
+    return [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
