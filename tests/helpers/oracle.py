@@ -138,6 +138,11 @@ def _hooked(model: torch.nn.Module, spec: OracleSpec | None, flags: Sequence[boo
                     hidden = hidden.clone()
                     hidden[:, chosen] += update(site, hidden[:, chosen])
                     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+                if output.dim() == 2:
+                    # A module that flattens its input still sees one row a token.
+                    flat = output.clone()
+                    flat[chosen] += update(site, args[0][chosen])
+                    return flat
                 out = output.clone()
                 # lm_head may be computed for the last tokens only.
                 window = chosen[-out.shape[1] :]

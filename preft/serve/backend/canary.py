@@ -77,6 +77,9 @@ def run_canary(runner: PreftCPUModelRunner, dtype: torch.dtype) -> CanaryResult:
 
 
 def _forward(runner: PreftCPUModelRunner) -> torch.Tensor:
+    # Different tokens: a padding token's embedding may be zero, which no update without a bias could move.
+    tokens = torch.arange(_TOKENS) * max(1, runner.model_config.get_vocab_size() // _TOKENS)
+    runner.input_ids.gpu[:_TOKENS] = tokens.to(runner.input_ids.gpu)
     hidden: torch.Tensor = runner._dummy_run(_TOKENS, force_attention=True)[0]
     return hidden[:_TOKENS].detach().float().clone()
 

@@ -15,10 +15,11 @@ from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY, LRUCacheLoRAMo
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from preft.errors import UnsupportedError
-from preft.serve.backend.decoder_layers import DECODER_LAYERS
+from preft.serve.backend.decoder_layers import Residual, residual_of, unknown_layer
+from preft.serve.backend.lora_support import declare_lora, has_linear_sites, linear_refusal, unserved_modules
 from preft.serve.backend.options import BackendOptions
 from preft.serve.backend.packing import ModuleInfo
-from preft.serve.backend.sites import LinearSite, LogitsSite, StepState, build_block_site, install_block_site
+from preft.serve.backend.sites import BlockSite, LinearSite, LogitsSite, StepState, install_block_site
 from preft.types import SiteKind
 
 if TYPE_CHECKING:
@@ -47,17 +48,14 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         super().__init__(*args, vllm_config=vllm_config, **kwargs)
 
     def _init_punica_wrapper(self, max_num_batched_tokens: int, vllm_config: VllmConfig) -> None:
-        if self._is_moe:
-            raise UnsupportedError(
-                f"Mixture-of-experts models are not served on CPU yet: `{type(self.model).__name__}`",
-                hint="serve a dense model",
-            )
         self.supports_mm = False
         self.punica_wrapper_mapping = {DEFAULT_LANGUAGE_WRAPPER_KEY: _Unwired()}
 
     def _create_lora_modules(self) -> None:
         skipped = set(self.model.embedding_modules) - ({_HEAD} if self._preft_options.lm_head else set())
-        self.supported_lora_modules = [name for name in self.supported_lora_modules if name not in skipped]
+        skipped |= unserved_modules(self.model)
+        wrapped = self.supported_lora_modules if has_linear_sites(self.model) else []
+        self.supported_lora_modules = [name for name in wrapped if name not in skipped]
         super()._create_lora_modules()
         self.state = StepState()
         infos: list[ModuleInfo] = []
@@ -67,8 +65,9 @@ class PreftModelManager(LRUCacheLoRAModelManager):
             else:
                 infos.append(self._wire_linear(len(infos), name, module))
         for name, layer in list(self.model.named_modules()):
-            if type(layer).__name__ in DECODER_LAYERS:
-                infos.append(self._wire_block(len(infos), name, layer))
+            residual = residual_of(type(layer))
+            if residual is not None:
+                infos.append(self._wire_block(len(infos), name, layer, residual))
         self.infos = tuple(infos)
 
     def _wire_linear(self, index: int, name: str, module: Any) -> ModuleInfo:
@@ -85,8 +84,8 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         sizes = (processor.hidden_size, processor.base_layer.org_vocab_size)
         return ModuleInfo(index, name, SiteKind.LINEAR, (name,), sizes[0], (sizes[1],), None)
 
-    def _wire_block(self, index: int, name: str, layer: nn.Module) -> ModuleInfo:
-        install_block_site(layer, build_block_site(layer, self.state, index))
+    def _wire_block(self, index: int, name: str, layer: nn.Module, residual: Residual) -> ModuleInfo:
+        install_block_site(layer, BlockSite(self.state, index, residual))
         hidden = self.model.config.get_text_config().hidden_size
         return ModuleInfo(index, name, SiteKind.BLOCK, (name,), hidden, (hidden,), None)
 
@@ -98,11 +97,23 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         renames = mapper.get_rename_mapper()
         return lambda path: renames._map_name(path) or path
 
+    def why_refused(self, path: str, kind: SiteKind) -> str | None:
+        """Why a module of the running model takes no site of a kind, or None if there is no such module."""
+        if kind is SiteKind.LINEAR:
+            return linear_refusal(self.model, path)
+        module = dict(self.model.named_modules()).get(path)
+        return unknown_layer(type(module)) if module is not None else None
+
 
 class PreftWorkerManager(LRUCacheWorkerLoRAManager):
     """vLLM's worker-side manager, with every stock way to load an adapter closed."""
 
     _manager_cls = PreftModelManager
+
+    def create_lora_manager(self, model: nn.Module, vllm_config: VllmConfig) -> Any:
+        """Wraps a model, also one that vLLM does not list for LoRA."""
+        declare_lora(model)
+        return super().create_lora_manager(model, vllm_config)
 
     @property
     def model_manager(self) -> PreftModelManager:

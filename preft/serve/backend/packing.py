@@ -53,16 +53,22 @@ class Packer:
         rename: From a path in the Hugging Face model to the path in vLLM's model.
         dtype: Of the numbers in use.
         max_rank: Largest rank accepted.
-        lm_head_note: Appended to the error for an `lm_head` site where the engine has none.
+        why_refused: Why a module, by its path in vLLM's model, takes no site of a kind; None if nothing is known.
     """
 
     def __init__(
-        self, modules: Sequence[ModuleInfo], rename: Callable[[str], str], dtype: torch.dtype, max_rank: int
+        self,
+        modules: Sequence[ModuleInfo],
+        rename: Callable[[str], str],
+        dtype: torch.dtype,
+        max_rank: int,
+        why_refused: Callable[[str, SiteKind], str | None] = lambda _path, _kind: None,
     ) -> None:
         self.modules = tuple(modules)
         self.dtype = dtype
         self.max_rank = max_rank
         self._rename = rename
+        self._why_refused = why_refused
         self._where = {
             (part, module.kind): (module, position) for module in modules for position, part in enumerate(module.parts)
         }
@@ -93,6 +99,14 @@ class Packer:
     def _resolve(self, site: Site) -> tuple[ModuleInfo, int]:
         found = self._where.get((self._rename(site.path), site.kind))
         if found is None:
+            reason = self._why_refused(self._rename(site.path), site.kind)
+            if reason is not None:
+                raise AdapterError(
+                    f"The running model takes no {site.kind} site at `{site.path}`",
+                    got=reason,
+                    accepted=_examples(self.modules),
+                    hint="serve it with `--engine hf`, or train an adapter without sites there",
+                )
             is_head = site.path.endswith("lm_head")
             raise AdapterError(
                 f"The running model has no module for the site `{site.path}`",
@@ -157,5 +171,8 @@ def _slice_for_rank(
 
 
 def _examples(modules: Sequence[ModuleInfo], limit: int = 8) -> str:
-    names = dict.fromkeys(part.rpartition(".")[2] for module in modules for part in module.parts)
-    return "modules named " + ", ".join(list(names)[:limit])
+    linear = [part for module in modules for part in module.parts if module.kind is SiteKind.LINEAR]
+    names = dict.fromkeys(part.rpartition(".")[2] for part in linear)
+    blocks = "decoder blocks" if any(module.kind is SiteKind.BLOCK for module in modules) else ""
+    named = "modules named " + ", ".join(list(names)[:limit]) if names else ""
+    return " and ".join(part for part in (named, blocks) if part) or "no module of this model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ class PreftCPUModelRunner(CPUModelRunner):
         preft_stamps: Request id to what the scheduler said of it, until the request is finished.
     """
 
+    vllm_config: VllmConfig
     preft_tier: HostTier
     preft_stamps: dict[str, RequestStamp]
     preft_num_steps: int
@@ -57,9 +59,25 @@ class PreftCPUModelRunner(CPUModelRunner):
         manager: PreftWorkerManager = self.lora_manager
         return manager.model_manager
 
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Loads the model as vLLM does.
+
+        A mixture's experts take no adapters, so they are built as without LoRA: for experts with it, vLLM has
+        kernels for GPUs alone.
+        """
+        config: VllmConfig = self.vllm_config
+        if config.model_config.is_moe:
+            self.vllm_config = copy.copy(config)
+            self.vllm_config.lora_config = None
+        try:
+            super().load_model(load_dummy_weights)
+        finally:
+            self.vllm_config = config
+
     def load_lora_model(self, model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> nn.Module:
         """Wraps the model with our manager instead of vLLM's."""
-        self.lora_manager = PreftWorkerManager(vllm_config, device, model.embedding_modules)
+        vllm_config.lora_config = self.lora_config
+        self.lora_manager = PreftWorkerManager(vllm_config, device, getattr(model, "embedding_modules", {}))
         wrapped: nn.Module = self.lora_manager.create_lora_manager(model, vllm_config)
         return wrapped
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from preft.serve.backend.decoder_layers import Residual, residual_of
+from preft.serve.backend.decoder_layers import Residual
 from preft.serve.backend.step_rows import NO_ROWS, StepRows
 from preft_kernels.grouped import grouped_update
 from preft_kernels.packed import PackedSite
@@ -141,12 +141,3 @@ def install_block_site(layer: nn.Module, site: BlockSite) -> None:
         _sited_classes[base] = type(f"Preft{base.__name__}", (base,), {"forward": forward})
     layer.preft_site = site  # type: ignore[assignment]
     layer.__class__ = _sited_classes[base]
-
-
-def build_block_site(layer: nn.Module, state: StepState, index: int) -> BlockSite:
-    """The site of a decoder layer, by its class's residual convention.
-
-    Raises:
-        UnsupportedError: The class is not in the table.
-    """
-    return BlockSite(state, index, residual_of(type(layer).__name__))

@@ -61,6 +61,7 @@ class PreftCPUWorker(CPUWorker):
             runner.preft_manager.renamer(),
             tensor_dtype(self.vllm_config),
             options.max_rank,
+            runner.preft_manager.why_refused,
         )
         folder = Path(self.vllm_config.model_config.model)
         self.preft_tier = HostTier(packer, fingerprint_base(folder), allow_base_mismatch=options.allow_base_mismatch)
