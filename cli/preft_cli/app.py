@@ -28,6 +28,8 @@ COMMANDS = {
     "check": "preft_cli.commands.check",
     "generate": "preft_cli.commands.generate",
     "serve": "preft_cli.commands.serve",
+    "train": "preft_cli.commands.train",
+    "init": "preft_cli.commands.init",
     "bench": "preft_cli.commands.bench",
     "plan": "preft_cli.commands.plan",
     "doctor": "preft_cli.commands.doctor",

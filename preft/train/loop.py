@@ -7,7 +7,6 @@ training inside another program.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -21,15 +20,13 @@ from preft.adapters.fingerprint import BaseFingerprint, fingerprint_base
 from preft.config.progress import Progress, stage
 from preft.data.collate import collate
 from preft.data.examples import Example
-from preft.errors import EngineError, UsageError
+from preft.errors import UsageError
 from preft.models.chat_template import chat_template_sha256
 from preft.positions import Policy
 from preft.provenance import provenance
-from preft.train.model import load_base, supervised_loss
+from preft.train.model import learning_rate_factor, load_base, require_finite, supervised_loss
 from preft.tuners.trainable import extract_adapter, new_adapter, parameter_groups
 
-WARMUP = 0.1
-"""Part of the steps over which the learning rate rises; afterwards it falls to zero along a cosine."""
 MAX_GRADIENT_NORM = 1.0
 
 _log = logging.getLogger(__name__)
@@ -74,7 +71,7 @@ def train_loop(
     Args:
         model_folder: Checkpoint folder of the base model.
         examples: At least one; each pass over them is shuffled anew.
-        method: See `preft.tuners.trainable.METHODS`, and `new_adapter` there for the arguments after `seed`.
+        method: One of `preft.config.train.METHODS`. `preft.tuners.trainable.new_adapter` explains what follows `seed`.
         rank: Of every site.
         steps: Updates to make.
         learning_rate: Of AdamW, at its highest.
@@ -148,14 +145,6 @@ def train_loop(
     return TrainedAdapter(adapter, tuple(losses), seconds)
 
 
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Part of the full learning rate that step number `step`, from 0, takes."""
-    warmup = max(1, round(steps * WARMUP))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
 def batches(examples: Sequence[Example], batch_size: int, steps: int, seed: int) -> Iterator[list[Example]]:
     """`steps` batches; each pass over the examples has an order of its own, and its last batch may be smaller."""
     shuffler = random.Random(seed)
@@ -166,19 +155,3 @@ def batches(examples: Sequence[Example], batch_size: int, steps: int, seed: int)
             shuffler.shuffle(order)
         chosen, order = order[:batch_size], order[batch_size:]
         yield [examples[index] for index in chosen]
-
-
-def require_finite(loss: float, step: int, batch: Sequence[Example]) -> float:
-    """Returns a loss.
-
-    Raises:
-        EngineError: It is not finite.
-    """
-    if math.isfinite(loss):
-        return loss
-    named = [f"`{example.id}`" for example in batch if example.id]
-    raise EngineError(
-        f"The loss is not finite at step {step}",
-        got=f"{loss} for the examples " + (", ".join(named[:16]) or "of this batch"),
-        hint="lower the learning rate; if it is not finite at step 1, look at the examples named",
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from torch import nn
 from preft.adapters.baseconfig import read_base_config
 from preft.data.collate import IGNORED, collate
 from preft.data.examples import Example
-from preft.errors import FileError, UsageError
+from preft.errors import EngineError, FileError, UsageError
 from preft.positions import ALL, Policy
 
+WARMUP = 0.1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -84,7 +86,37 @@ def evaluate(model: Any, examples: Sequence[Example], *, policy: Policy | None, 
             batch = collate(ordered[start : start + batch_size], policy=policy or ALL)
             if policy is None:
                 del batch["preft_mask"]
-            loss, count = supervised_loss(model, batch)
+            loss, count = supervised_loss(model, {name: value.to(model.device) for name, value in batch.items()})
             total, num_labels = total + float(loss), num_labels + count
     model.train(was_training)
     return total / num_labels
+
+
+def learning_rate_factor(step: int, steps: int, warmup: float = WARMUP) -> float:
+    """Part of the full learning rate that step number `step`, from 0, takes.
+
+    Args:
+        step: Its number.
+        steps: How many there are.
+        warmup: Part of the steps over which the rate rises; afterwards it falls to zero along a cosine.
+    """
+    rising = max(1, round(steps * warmup))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+def require_finite(loss: float, step: int, batch: Sequence[Example]) -> float:
+    """Returns a loss.
+
+    Raises:
+        EngineError: It is not finite; the message names the step and the examples.
+    """
+    if math.isfinite(loss):
+        return loss
+    named = [f"`{example.id}`" for example in batch if example.id]
+    raise EngineError(
+        f"The loss is not finite at step {step}",
+        got=f"{loss} for the examples " + (", ".join(named[:16]) or "of this batch"),
+        hint="lower the learning rate; if it is not finite at step 1, look at the examples named",
+    )

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from preft.adapters.adapter import Adapter, expected_shapes, tensor_prefix
 from preft.adapters.fingerprint import BaseFingerprint
 from preft.adapters.manifest import Manifest
+from preft.config.train import METHODS
 from preft.errors import AdapterError, UsageError
 from preft.positions import ALL, PROMPT, Policy
 from preft.tuners.attach import AttachedModel, attached
@@ -27,9 +28,6 @@ from preft.types import Site, SiteKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-METHODS = ("lorap", "direftp", "lora", "mixed")
-"""`lorap` and `lora` adapt linear modules, `direftp` the blocks' outputs, `mixed` both; `lora` acts on every token."""
 
 ORTHOGONAL_TOLERANCE = 1e-3
 """How far the columns of an orthogonal R may be from orthonormal, in float32 at any rank that fits a model."""
@@ -57,7 +55,7 @@ def new_adapter(
     Args:
         model: A causal language model; changed in place.
         base: Its fingerprint, which the adapter will carry.
-        method: One of `METHODS`.
+        method: One of `preft.config.train.METHODS`.
         rank: Of every site.
         targets: Last parts of the paths of the linear modules to adapt, such as `q_proj`; None for all of them in the
             decoder blocks but a mixture's experts and routers. Not for `direftp`.
@@ -146,7 +144,10 @@ def parameter_groups(
 
 def adapter_state(handle: AttachedModel, name: str = "default") -> dict[str, torch.Tensor]:
     """Copies of a trainable adapter's parameters, as they are stored, for a checkpoint."""
-    return {path: value.detach().cpu().clone() for path, value in trainable_parameters(handle, name).items()}
+    return {
+        path: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for path, value in trainable_parameters(handle, name).items()
+    }
 
 
 def load_adapter_state(handle: AttachedModel, state: Mapping[str, torch.Tensor], name: str = "default") -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from preft.errors import EngineError, UsageError
-from preft.train.loop import TrainedAdapter, batches, learning_rate_factor, train_loop
-from preft.train.model import evaluate
+from preft.train.loop import TrainedAdapter, batches, train_loop
+from preft.train.model import evaluate, learning_rate_factor
 from preft.tuners.attach import attach
 from tests.unit.train.common import examples, load
 

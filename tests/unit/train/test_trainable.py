@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from preft.adapters.fingerprint import BaseFingerprint, fingerprint_base
+from preft.config.train import METHODS
 from preft.data.collate import collate
 from preft.errors import AdapterError, BaseMismatchError, UsageError
 from preft.positions import Policy
@@ -16,7 +17,6 @@ from preft.train.model import supervised_loss
 from preft.tuners.attach import AttachedModel, attach
 from preft.tuners.layers import GatedBlock, GatedLinear
 from preft.tuners.trainable import (
-    METHODS,
     adapter_state,
     extract_adapter,
     load_adapter_state,

@@ -1,0 +1,52 @@
+"""`preft init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from preft_cli.console import Session
+from preft_cli.options import Json, Quiet, command_app, examples
+
+app = command_app()
+
+
+@app.command("init", epilog=examples("preft init my-project", "cd my-project && preft train sft sft-lorap.yaml"))
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; files that are there stay.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write recipes to start from, and a small example data set that they train on."""
+    session = Session(as_json=as_json, quiet=quiet)
+    written = _write(folder)
+    if as_json:
+        session.emit({"folder": str(folder), "files": [path.name for path in written]})
+    else:
+        session.show(*(str(path) for path in written))
+    session.note(f"next: cd {folder} && preft train sft sft-lorap.yaml")
+
+
+def _write(folder: Path) -> list[Path]:
+    """Writes every recipe, or nothing if one of them is there already."""
+    import importlib.resources
+
+    from preft.errors import FileError, UsageError
+
+    source = importlib.resources.files("preft_templates").joinpath("recipes")
+    contents = {file.name: file.read_bytes() for file in source.iterdir() if file.name.endswith((".yaml", ".jsonl"))}
+    targets = {name: folder / name for name in sorted(contents)}
+    taken = [str(path) for path in targets.values() if path.exists() or path.is_symlink()]
+    if taken:
+        raise UsageError(
+            f"`{taken[0]}` exists, and `preft init` replaces nothing", hint="choose another folder, or move it away"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, path in targets.items():
+            path.write_bytes(contents[name])
+    except OSError as error:
+        raise FileError(f"`{folder}` cannot be written", got=error.strerror) from None
+    return list(targets.values())

@@ -1,0 +1,329 @@
+"""Supervised training from end to end: a recipe in, an adapter with its metrics and provenance out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from preft.adapters.adapter import Adapter
+from preft.adapters.baseconfig import read_base_config
+from preft.adapters.fingerprint import fingerprint_base
+from preft.adapters.manifest import MANIFEST_NAME, TENSORS_NAME
+from preft.adapters.store import save_adapter
+from preft.config.progress import Progress, stage
+from preft.config.schema import flat
+from preft.config.train import ResolvedRecipe, SftRecipe
+from preft.data.chat import ChatEncoder, end_ids
+from preft.data.encode import load_tokenizer
+from preft.data.examples import Limits
+from preft.data.training import DataReport, ExampleSet, load_examples
+from preft.errors import FileError, UsageError
+from preft.models.locate import locate_model
+from preft.provenance import provenance
+from preft.train.card import training_card
+from preft.train.model import DTYPES, evaluate, load_base
+from preft.train.trainer import AdapterTrainer, MetricsWriter, last_checkpoint, read_metrics
+from preft.tuners.attach import AttachedModel
+from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
+
+CHECKPOINTS = "checkpoints"
+METRICS_NAME = "metrics.jsonl"
+RUN_NAME = "run.json"
+_OURS = {CHECKPOINTS, METRICS_NAME, RUN_NAME, MANIFEST_NAME, TENSORS_NAME, "README.md"}
+
+_FREE = ("output", "train.eval_every", "train.save_every", "train.keep_checkpoints", "train.report_to", "data.eval")
+"""Settings that may change when a run is resumed: they do not decide its losses."""
+
+
+@dataclass(frozen=True)
+class SftReport:
+    """What a run did.
+
+    Attributes:
+        adapter: What it made.
+        folder: Where it lies.
+        steps: Updates made, those of a resumed run included.
+        resumed_from: Step of the checkpoint that the run went on from, or None.
+        parameters: How many were trained.
+        loss: First and last step's.
+        eval_loss: Of the base model and of the adapter, or None without evaluation data.
+        data: What became of the files' rows.
+        seconds: Time the steps of this call took.
+    """
+
+    adapter: Adapter
+    folder: Path
+    steps: int
+    resumed_from: int | None
+    parameters: int
+    loss: tuple[float, float]
+    eval_loss: tuple[float, float] | None
+    data: tuple[DataReport, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON."""
+        manifest = self.adapter.manifest
+        return {
+            "folder": str(self.folder),
+            "label": manifest.label,
+            "positions": str(manifest.positions),
+            "base": manifest.base.model,
+            "digest": manifest.digest,
+            "num_sites": len(manifest.sites),
+            "parameters": self.parameters,
+            "steps": self.steps,
+            "resumed_from": self.resumed_from,
+            "loss": {"first": self.loss[0], "last": self.loss[1]},
+            "eval_loss": None if self.eval_loss is None else {"base": self.eval_loss[0], "adapter": self.eval_loss[1]},
+            "data": [report.to_dict() for report in self.data],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True)
+class _Data:
+    train: ExampleSet
+    eval: ExampleSet | None
+    reports: tuple[DataReport, ...]
+    template_sha256: str | None
+
+
+def train_sft(
+    resolved: ResolvedRecipe,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    argv: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> SftReport:
+    """Runs a recipe.
+
+    Args:
+        resolved: The recipe; see `preft.config.train.load_sft_recipe`.
+        resume: Go on from the latest checkpoint in the output folder.
+        force: Replace what an earlier run wrote there.
+        argv: The command line, for the provenance.
+        progress: Receives the stages.
+
+    Raises:
+        UsageError: A setting is not valid, or the output folder is taken.
+        FileError: The model or the data cannot be used, or something cannot be written.
+        EngineError: The loss is not finite; the message names the step and the examples.
+    """
+    recipe = resolved.recipe
+    policy = method_policy(recipe.method, recipe.policy)
+    output = Path(recipe.output)
+    checkpoint = _require_output(output, resume=resume, force=force)
+    folder = locate_model(recipe.model, progress=progress)
+    with stage(progress, "Reading the data"):
+        data = _read_data(recipe, folder)
+    with stage(progress, "Loading the base model"):
+        model = load_base(folder, dtype=recipe.train.base_dtype)
+        handle = new_adapter(
+            model,
+            fingerprint_base(folder, model=recipe.model),
+            recipe.method,
+            recipe.rank,
+            targets=recipe.targets,
+            layers=recipe.layers,
+            alpha=recipe.alpha,
+            orthogonal=recipe.orthogonal,
+            positions=policy,
+            seed=recipe.seed,
+        )
+    _prepare(output, fresh=checkpoint is None)
+    facts = {
+        "argv": list(argv),
+        "recipe": resolved.table(),
+        "data": [report.to_dict() for report in data.reports],
+        "eos_policy": "a completion ends with its end-of-turn token; where it had none, the end of sequence is added",
+    }
+    _write_json(output / RUN_NAME, provenance("train", facts))
+    base_loss = None
+    if data.eval is not None:
+        with stage(progress, "Evaluating the base model"):
+            handle.use(None)
+            base_loss = evaluate(model, data.eval, policy=None, batch_size=recipe.train.batch_size)
+            handle.use("default")
+    seconds, steps = _train(recipe, handle, data, output, checkpoint, progress)
+    return _finish(recipe, handle, data, facts, base_loss, checkpoint, (steps, seconds), progress)
+
+
+def _read_data(recipe: SftRecipe, folder: Path) -> _Data:
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise FileError(f"The model in `{folder}` has no tokenizer", hint="put its tokenizer files into the folder")
+    encoder = ChatEncoder(tokenizer, end_ids=_end_ids(folder))
+    longest = getattr(read_base_config(folder).get_text_config(), "max_position_embeddings", None)
+    settings = recipe.data
+    if longest is not None and settings.max_tokens > longest:
+        raise UsageError(
+            "`data.max_tokens` is longer than the model's context", got=str(settings.max_tokens), accepted=str(longest)
+        )
+    limits = Limits(settings.max_tokens, cut_completions=settings.cut_completions)
+    found = [
+        load_examples(path, encoder, limits, turns=settings.turns, max_bad_rows=settings.max_bad_rows)
+        for path in (settings.train, settings.eval)
+        if path is not None
+    ]
+    reports = tuple(report for _, report in found)
+    is_chat = any(report.schema == "messages" for report in reports)
+    template = encoder.template_sha256 if is_chat else None
+    return _Data(found[0][0], found[1][0] if len(found) > 1 else None, reports, template)
+
+
+def _end_ids(folder: Path) -> frozenset[int]:
+    from transformers import GenerationConfig
+
+    ends = end_ids(read_base_config(folder))
+    if (folder / "generation_config.json").is_file():
+        ends |= end_ids(GenerationConfig.from_pretrained(folder))
+    return ends
+
+
+def _train(
+    recipe: SftRecipe,
+    handle: AttachedModel,
+    data: _Data,
+    output: Path,
+    checkpoint: Path | None,
+    progress: Progress | None,
+) -> tuple[float, int]:
+    """Returns the time the steps took and the number of the last one."""
+    if recipe.train.gradient_checkpointing:
+        handle.model.enable_input_require_grads()
+    run = {key: _plain(value) for key, value in flat(recipe).items() if key not in _FREE}
+    run["data.sha256"] = data.reports[0].sha256
+    trainer = AdapterTrainer(
+        handle,
+        data.train,
+        data.eval,
+        recipe.train,
+        output / CHECKPOINTS,
+        seed=recipe.seed,
+        run=run,
+        callbacks=[MetricsWriter(output / METRICS_NAME, progress)],
+    )
+    started = time.monotonic()
+    with stage(progress, f"Training {recipe.method} at rank {recipe.rank}", recipe.train.max_steps):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    return time.monotonic() - started, int(trainer.state.global_step)
+
+
+def _finish(
+    recipe: SftRecipe,
+    handle: AttachedModel,
+    data: _Data,
+    facts: dict[str, Any],
+    base_loss: float | None,
+    checkpoint: Path | None,
+    done: tuple[int, float],
+    progress: Progress | None,
+) -> SftReport:
+    """Evaluates, writes the adapter, and reports."""
+    output = Path(recipe.output)
+    steps, seconds = done
+    eval_loss = None
+    if data.eval is not None and base_loss is not None:
+        with stage(progress, "Evaluating the adapter"):
+            policy = handle.policies["default"]
+            own = evaluate(handle.model, data.eval, policy=policy, batch_size=recipe.train.batch_size)
+        eval_loss = (base_loss, own)
+    rows = [row["loss"] for row in read_metrics(output / METRICS_NAME) if "loss" in row]
+    losses = (rows[0], rows[-1]) if rows else (math.nan, math.nan)
+    facts = {**facts, "steps": steps, "loss": {"first": losses[0], "last": losses[1]}}
+    if eval_loss is not None:
+        facts["eval_loss"] = {"base": eval_loss[0], "adapter": eval_loss[1]}
+    document = provenance("train", facts)
+    adapter = extract_adapter(
+        handle,
+        dtype=DTYPES[recipe.adapter_dtype],
+        provenance=document,
+        chat_template_sha256=data.template_sha256,
+    )
+    report = SftReport(
+        adapter=adapter,
+        folder=output,
+        steps=steps,
+        resumed_from=None if checkpoint is None else int(checkpoint.name.rpartition("-")[2]),
+        parameters=sum(parameter.numel() for parameter in trainable_parameters(handle).values()),
+        loss=losses,
+        eval_loss=eval_loss,
+        data=data.reports,
+        seconds=seconds,
+    )
+    with stage(progress, "Writing the adapter"):
+        _write_json(output / RUN_NAME, document)
+        place_adapter(adapter, output, readme=training_card(report.to_dict(), recipe))
+    return report
+
+
+def place_adapter(adapter: Adapter, folder: Path, *, readme: str) -> None:
+    """Puts an adapter into a folder that holds other files of the run.
+
+    The manifest comes last, and an older one goes first: a reader finds a whole adapter or none.
+    """
+    with tempfile.TemporaryDirectory(prefix=".adapter.", suffix=".partial", dir=folder) as name:
+        partial = Path(name) / "adapter"
+        save_adapter(adapter, partial, readme=readme)
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        for file in (TENSORS_NAME, "README.md", MANIFEST_NAME):
+            os.replace(partial / file, folder / file)
+
+
+def _require_output(output: Path, *, resume: bool, force: bool) -> Path | None:
+    """Checks the output folder before any work, and finds the checkpoint to resume from."""
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise UsageError(f"The output `{output}` is not a folder", accepted="a path that does not exist yet")
+    present = {path.name for path in output.iterdir()} if output.is_dir() else set()
+    others = sorted(name for name in present - _OURS if not name.endswith(".partial"))
+    if others:
+        raise UsageError(
+            f"The output `{output}` holds files that no run wrote", got=f"`{others[0]}`", hint="choose another folder"
+        )
+    if resume:
+        if force:
+            raise UsageError("`--resume` and `--force` exclude each other", accepted="one of them")
+        found = last_checkpoint(output / CHECKPOINTS)
+        if found is None:
+            raise UsageError(
+                f"There is no checkpoint to resume from in `{output / CHECKPOINTS}`",
+                hint="checkpoints are written where `train.save_every` is set",
+            )
+        return found
+    if present and not force:
+        raise UsageError(
+            f"The output `{output}` holds an earlier run",
+            hint="choose another folder, `--resume` it, or replace it with `--force`",
+        )
+    return None
+
+
+def _prepare(output: Path, *, fresh: bool) -> None:
+    if fresh:
+        for name in (CHECKPOINTS, METRICS_NAME, RUN_NAME):
+            path = output / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    try:
+        (output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"`{output}` cannot be written", got=error.strerror) from None
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
