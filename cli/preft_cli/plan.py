@@ -1,14 +1,107 @@
-"""How `preft plan` shows a plan to people."""
+"""What `preft plan` does, and how it shows a plan to people."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from preft.errors import UsageError
+from preft.plan.calibrate import calibrate, read_measured
+from preft.plan.gpus import GPUS, parse_machine
+from preft.plan.plan import Plan
+from preft.plan.plot import require_plot_path, save_plot
+from preft.plan.roofline import Roofline
+from preft.plan.shapes import read_shape
+from preft.plan.workload import Assumptions, Workload
 from preft_cli.console import Session
 from preft_cli.render import fields, size, table
 
 _LABELS = {"base": "base", "lora": "LoRA, every token", "lorap": "LoRAP", "direftp": "DiReFTP"}
+
+
+def run_plan(
+    session: Session,
+    model: str,
+    gpu: str | None,
+    figures: Mapping[str, float | None],
+    load: Workload,
+    assumed: Assumptions,
+    *,
+    slots: int | None,
+    price: float | None,
+    plot: Path | None,
+) -> None:
+    """Plans and prints.
+
+    Args:
+        session: Where output goes.
+        model: As given.
+        gpu: As given.
+        figures: Of the GPU, in place of the table's; see `parse_machine`.
+        load: What runs.
+        assumed: What the prediction rests on.
+        slots: Adapters in one step, or None for each arm's best.
+        price: Of a GPU hour, or None.
+        plot: Where to draw, or None.
+
+    Raises:
+        PreftError: Something cannot be meant, read or written.
+    """
+    if gpu is None:
+        raise UsageError("`--gpu` is missing", accepted=f"{', '.join(GPUS)}, with xN for N of them")
+    machine = parse_machine(gpu, **figures)
+    if plot is not None:
+        require_plot_path(plot)
+    made = Plan(Roofline(read_shape(model), machine, load, assumed), slots, price)
+    document = made.to_dict()
+    if plot is not None:
+        save_plot(made, plot)
+        session.note(f"wrote {plot}")
+    if session.as_json:
+        session.emit(document)
+    else:
+        show_plan(session, document)
+
+
+def run_calibration(session: Session, model: str, result: Path, at: str | None) -> None:
+    """Fits a measured point and prints the predictions of the others.
+
+    Raises:
+        PreftError: The result cannot be read or has no such point.
+    """
+    point = re.fullmatch(r"([0-9]{1,9}),([0-9]{1,9})", at, re.ASCII) if at is not None else None
+    if at is not None and point is None:
+        raise UsageError("`--calibrate-at` is not valid", got=f"`{at}`", accepted="ADAPTERS,RANK, such as 8,16")
+    chosen = (int(point[1]), int(point[2])) if point else None
+    document = calibrate(read_shape(model), read_measured(result), chosen)
+    if session.as_json:
+        session.emit(document)
+        return
+    achieved, error = document["achieved"], document["largest_error_elsewhere"]
+    rows = [
+        ("bandwidth", f"{achieved['bandwidth'] / 1e9:.4g} GB/s"),
+        ("arithmetic", f"{achieved['flops'] / 1e9:.4g} GFLOP/s"),
+        ("each step, beside them", f"{achieved['step_overhead_s'] * 1e3:.3g} ms"),
+        ("each adapter kernel", f"{achieved['launch_us']:.3g} us"),
+        ("adapter kernels over perfect ones", f"{achieved['adapter_factor']:.3g}"),
+        ("largest error of a point not fitted", "-" if error is None else f"{error:.1%}"),
+    ]
+    headers = ("arm", "adapters", "LoRA rank", "measured tokens/s", "predicted", "error", "fitted")
+    cells = [
+        (
+            row["arm"],
+            row["adapters"],
+            row["lora_rank"],
+            f"{row['measured_tokens_per_s']:.1f}",
+            f"{row['predicted_tokens_per_s']:.1f}",
+            f"{row['error']:+.1%}",
+            "yes" if row["fitted"] else "no",
+        )
+        for row in document["points"]
+    ]
+    session.show(fields(rows), "", table(headers, cells, numeric=headers[1:6]))
 
 
 def show_plan(session: Session, document: Mapping[str, Any]) -> None:
