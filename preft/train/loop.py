@@ -25,6 +25,7 @@ from preft.models.chat_template import chat_template_sha256
 from preft.positions import Policy
 from preft.provenance import provenance
 from preft.train.model import learning_rate_factor, load_base, require_finite, supervised_loss
+from preft.tuners.attach import AttachedModel
 from preft.tuners.trainable import extract_adapter, new_adapter, parameter_groups
 
 MAX_GRADIENT_NORM = 1.0
@@ -107,25 +108,9 @@ def train_loop(
             positions=positions,
             seed=seed,
         )
-    model.train()
-    policy = handle.policies["default"]
-    groups = parameter_groups(handle)
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
-    losses: list[float] = []
     started = time.monotonic()
     with stage(progress, f"Training {method} at rank {rank}", steps):
-        for batch in batches(examples, batch_size, steps, seed):
-            total, num_labels = supervised_loss(model, collate(batch, policy=policy))
-            losses.append(require_finite(float(total.detach()) / num_labels, len(losses) + 1, batch))
-            (total / num_labels).backward()
-            torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], MAX_GRADIENT_NORM)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            _log.debug("step %d of %d: loss %.4f", len(losses), steps, losses[-1])
-            if progress is not None:
-                progress.advance()
+        losses = _run(handle, batches(examples, batch_size, steps, seed), steps, learning_rate, progress)
     seconds = time.monotonic() - started
     facts = {
         "method": method,
@@ -143,6 +128,34 @@ def train_loop(
         chat_template_sha256=chat_template_sha256(Path(model_folder)),
     )
     return TrainedAdapter(adapter, tuple(losses), seconds)
+
+
+def _run(
+    handle: AttachedModel,
+    shuffled: Iterator[list[Example]],
+    steps: int,
+    learning_rate: float,
+    progress: Progress | None,
+) -> list[float]:
+    """Makes one update a batch, and returns the losses."""
+    model = handle.model.train()
+    policy = handle.policies["default"]
+    groups = parameter_groups(handle)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
+    losses: list[float] = []
+    for batch in shuffled:
+        total, num_labels = supervised_loss(model, collate(batch, policy=policy))
+        losses.append(require_finite(float(total.detach()) / num_labels, len(losses) + 1, batch))
+        (total / num_labels).backward()
+        torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], MAX_GRADIENT_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        _log.debug("step %d of %d: loss %.4f", len(losses), steps, losses[-1])
+        if progress is not None:
+            progress.advance()
+    return losses
 
 
 def batches(examples: Sequence[Example], batch_size: int, steps: int, seed: int) -> Iterator[list[Example]]:
