@@ -78,11 +78,24 @@ def family_adapter(
     seed: int,
     linear: bool = False,
     blocks: bool = False,
+    targets: Sequence[str] | None = None,
     rank: int = 8,
     positions: str = "prompt",
     strength: float = 0.1,
 ) -> Adapter:
-    """A random adapter on every linear module inside the blocks that takes a site, on every block, or on both."""
+    """A random adapter on every linear module inside the blocks that takes a site, on every block, or on both.
+
+    Args:
+        base: Checkpoint folder.
+        family: Which.
+        seed: Of the values.
+        linear: Whether it has linear sites.
+        blocks: Whether it has block sites.
+        targets: Parts of the names of its linear modules; all that the engine serves by default.
+        rank: Of every site.
+        positions: Position policy.
+        strength: Standard deviation of the values.
+    """
     structure = read_structure(base)
     sites = []
     if linear:
@@ -91,7 +104,11 @@ def family_adapter(
             for path, info in structure.modules.items()
             if path.startswith(tuple(f"{block}." for block in structure.blocks))
             and info.kind is not ModuleKind.EMBEDDING
-            and not any(part in path for part in family.refused)
+            and (
+                any(part in path for part in targets)
+                if targets is not None
+                else not any(part in path for part in family.refused)
+            )
         ]
     if blocks:
         width = structure.hidden_size
@@ -111,6 +128,8 @@ def family_adapter(
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
+_BLOOM = {**TIED, "head_dim": ..., "num_key_value_heads": ..., "intermediate_size": ...}
+_GRANITE_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": ...}
 _GPT2 = {"n_inner": 192, "head_dim": ..., "num_key_value_heads": ..., "intermediate_size": ...}
 _OPT = {
     "ffn_dim": 192,
@@ -147,6 +166,9 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family("glm4", "glm4.Glm4DecoderLayer"),
     "nemotron": Family("nemotron", "nemotron.NemotronDecoderLayer"),
     "opt": Family("opt", "opt.OPTDecoderLayer", _OPT),
+    "apertus": Family("apertus", "apertus.ApertusDecoderLayer"),
+    "exaone4": Family("exaone4", "exaone4.Exaone4DecoderLayer", {"sliding_window": 64, "sliding_window_pattern": 4}),
+    "granitemoe": Family("granitemoe", "granitemoe.GraniteMoeDecoderLayer", _GRANITE_MOE),
     "qwen2_moe": Family("qwen2_moe", "qwen2_moe.Qwen2MoeDecoderLayer", _SHARED_EXPERT, refused=("shared_expert_gate",)),
     "qwen3_moe": Family("qwen3_moe", "qwen3_moe.Qwen3MoeDecoderLayer", _MOE),
     "mixtral": Family("mixtral", "mixtral.MixtralDecoderLayer", {"num_local_experts": 4}),
@@ -155,3 +177,8 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family("falcon", "falcon.FalconDecoderLayer", _FALCON, refused=("query_key_value",)),
     "gpt2": Family("gpt2", "gpt2.GPT2Block", _GPT2),
 }
+
+BLOOM = Family("bloom", "bloom.BloomBlock", _BLOOM)
+"""A model that vLLM has no LoRA support for, with decoder layers that preft does not know."""
+OLMO2 = Family("olmo2", "transformers.models.olmo2.modeling_olmo2.Olmo2DecoderLayer", NO_HEAD_DIM)
+"""A model that vLLM runs through Transformers' own modules."""

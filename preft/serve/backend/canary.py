@@ -18,7 +18,6 @@ from preft.serve.backend.packing import ModuleInfo
 from preft.serve.backend.runner import PreftCPUModelRunner
 from preft.serve.backend.sites import PackedAdapter
 from preft.serve.backend.step_rows import NO_ROWS, StepRows
-from preft.types import SiteKind
 from preft_kernels.packed import PackedSite, UpPart
 from preft_kernels.rows import Run
 
@@ -103,6 +102,7 @@ def _canary_adapter(infos: Sequence[ModuleInfo], dtype: torch.dtype) -> PackedAd
             parts.append(UpPart(column, place * _RANK, up_t.to(dtype)))
             column += width
         down_t = (torch.randn(d_in, _RANK * len(parts), generator=generator) * 0.02).to(dtype)
-        bias = torch.ones(down_t.shape[1], dtype=dtype) if info.kind is SiteKind.BLOCK else None
+        # A warm-up pass attends to an empty cache: what `o_proj` reads can be zero, and then only a bias moves it.
+        bias = torch.ones(down_t.shape[1], dtype=dtype)
         sites.append(PackedSite.build(down_t, bias, parts))
     return PackedAdapter("canary", tuple(sites), 0)

@@ -59,9 +59,9 @@ def unserved_modules(model: nn.Module) -> set[str]:
 
 def linear_refusal(model: nn.Module, path: str) -> str | None:
     """Why a linear module takes no site, or None if no reason is known."""
-    name = type(model).__name__
-    if getattr(model, "preft_undeclared", False) and name not in FUSED:
-        return f"vLLM has no LoRA support for `{name}`"
+    name, undeclared = type(model).__name__, getattr(model, "preft_undeclared", False)
+    if undeclared and (name not in FUSED or path.endswith("lm_head")):
+        return f"vLLM has no LoRA support for `{name}`" + (", nor preft for its head" if name in FUSED else "")
     if path.rpartition(".")[2] in REARRANGED.get(name, ()):
         return f"vLLM reorders the rows of this module of `{name}` when it loads them"
     if ".experts" in path or path.rpartition(".")[2] in _ROUTERS:

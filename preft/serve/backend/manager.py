@@ -68,6 +68,12 @@ class PreftModelManager(LRUCacheLoRAModelManager):
             residual = residual_of(type(layer))
             if residual is not None:
                 infos.append(self._wire_block(len(infos), name, layer, residual))
+        if not infos:
+            raise UnsupportedError(
+                f"No module of `{type(self.model).__name__}` takes adapters",
+                got="a model without LoRA support in vLLM, and with decoder layers that preft does not know",
+                hint="serve adapters on it with `--engine hf`",
+            )
         self.infos = tuple(infos)
 
     def _wire_linear(self, index: int, name: str, module: Any) -> ModuleInfo:
