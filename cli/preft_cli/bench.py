@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from preft.bench.compare import Comparison
-from preft.bench.facts import available_memory, read_facts
+from preft.bench.facts import available_memory, read_facts, room_for_adapters
 from preft.bench.page import LATENCY_COLUMNS, SPEED_COLUMNS, save_page
 from preft.bench.plots import require_matplotlib, save_plots
 from preft.bench.runner import COMPLETE, INTERRUPTED, run_bench
@@ -60,8 +59,8 @@ def run_throughput(spec: BenchSpec, session: Session, **parts: Any) -> int:
     folder = locate_model(spec.model, progress=progress)
     with session.diverted():
         facts = read_facts(folder, spec.dtype)
-        free = shutil.disk_usage(spec.out).free
-        require_fitting(spec, facts, memory_bytes=available_memory(), disk_bytes=free)
+        room = room_for_adapters(spec.out)
+        require_fitting(spec, facts, memory_bytes=available_memory(), disk_bytes=room)
         outcome = run_bench(spec, folder, facts, progress=progress, **parts)
         entries = summarise(outcome.rows)
         notes = remarks(outcome.rows, entries, outcome.status)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +91,28 @@ def read_facts(folder: Path, dtype: str) -> ModelFacts:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that new processes can have."""
+    """Bytes of host memory that new processes can have; what a container allows, where it allows less."""
     with open("/proc/meminfo", encoding="ascii") as file:
         found: Mapping[str, str] = dict(line.split(":", 1) for line in file)
-    return int(found["MemAvailable"].split()[0]) * 1024
+    available = int(found["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        most, used = ((group / f"memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
+        inactive = re.search(
+            r"^inactive_file (\d+)$", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE
+        )
+    except OSError:
+        return available
+    if not most.isdigit():
+        return available
+    # Pages of files that nobody needs are given up before memory runs out.
+    return min(available, int(most) - int(used) + (int(inactive[1]) if inactive else 0))
+
+
+def room_for_adapters(out: Path) -> int:
+    """Bytes that generated adapters may take below a folder: free ones, and those of adapters already there."""
+    kept = sum(file.stat().st_size for file in (out / "adapters").rglob("*") if file.is_file())
+    return shutil.disk_usage(out).free + kept
 
 
 def machine_facts() -> dict[str, Any]:

@@ -30,7 +30,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UnsupportedError("Plots need matplotlib", hint="pip install 'preft[bench]'") from None
+        raise UnsupportedError("Plots need matplotlib", hint="pip install matplotlib") from None
 
 
 def save_plots(entries: Sequence[dict[str, Any]], folder: Path) -> list[Path]:

@@ -146,7 +146,8 @@ def fit(shape: ModelShape, measured: Sequence[Measured]) -> Fitted:
             prefill, seconds = predict(shape, fitted, item)
             errors += math.log(prefill / item.prefill_s) ** 2 + math.log(seconds / item.seconds) ** 2
         # What the data say little about stays near the start, instead of following noise wherever it leads.
-        return errors + _RESTRAINT * sum((value - math.log(start)) ** 2 for value, start in zip(logs, _START, strict=True))
+        strayed = sum((value - math.log(start)) ** 2 for value, start in zip(logs, _START, strict=True))
+        return errors + _RESTRAINT * strayed
 
     return Fitted(*(math.exp(value) for value in _descend(loss, [math.log(value) for value in _START])))
 

