@@ -16,13 +16,17 @@ import torch
 from preft.adapters.adapter import Adapter
 from preft.errors import UnsupportedError
 from preft.serve.engine import Engine
+from preft.tuners.attach import attach
 from tests.helpers.engines import Oracle, open_engine, prompt_of, request_of, save_all
 from tests.helpers.families import BLOOM, FAMILIES, OLMO2, Family, build_family, family_adapter
+from tests.helpers.oracle import masked_logits
 
 pytestmark = pytest.mark.engine
 
 DEFAULT = ("qwen3", "gemma2", "phi3", "cohere", "granite", "stablelm", "falcon", "qwen3_moe")
 TOKENS = 12
+LOGIT_TOLERANCE = 1e-4
+"""Logits of up to 50 in float32, the update masked in one and gathered in the other."""
 
 
 @pytest.fixture
@@ -94,6 +98,24 @@ def test_a_family_equals_both_oracles(
             result = engine.generate([request_of("refused", prompt_of(1, 40), "refused")])[0]
             assert result.error is not None
             assert f"takes no linear site at `{adapters['refused'].manifest.sites[0].path}`" in result.error["got"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_hugging_face_path_equals_the_oracle(name: str, build: Callable[[Family], Path]) -> None:
+    family = FAMILIES[name]
+    base = build(family)
+    adapter = family_adapter(base, family, seed=3, linear=True, blocks=True, positions="f5+l7")
+    oracle = build_oracle(base, {"mixed": adapter})
+    ids = prompt_of(1, 40)
+    expected = masked_logits(oracle.model, oracle.specs["mixed"], ids, 30)
+    plain = masked_logits(oracle.model, None, ids, 30)
+
+    attach(oracle.model, adapter)
+    with torch.no_grad():
+        found = oracle.model(input_ids=torch.tensor([ids]), preft_boundary=30).logits[0]
+
+    assert (expected - plain).abs().max() > 1000 * LOGIT_TOLERANCE
+    assert (found - expected).abs().max() < LOGIT_TOLERANCE
 
 
 def test_every_class_of_the_table_has_a_family() -> None:
