@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from preft.bench.facts import UNADAPTED
 from preft.bench.job import ArmJob
 from preft.bench.measure import Neighbours, Stepper, drive, metrics, peak_rss_bytes
 from preft.bench.workload import Popularity, make_prompts, run_seed
@@ -29,7 +30,7 @@ def run_job(job: ArmJob, engine: Stepper) -> Iterator[dict[str, Any]]:
         choices = popularity.choose(job.requests, job.adapters, seed=seed)
         neighbours = Neighbours()
         neighbours.start()
-        traces = drive(engine, prompts, choices, with_adapters=job.arm != "base", output_len=job.output_len)
+        traces = drive(engine, prompts, choices, with_adapters=job.arm not in UNADAPTED, output_len=job.output_len)
         others = neighbours.busy_cores()
         yield {"run": {"state": "warm" if run else "cold", **metrics(traces), "other_busy_cores": others}}
 

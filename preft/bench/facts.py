@@ -14,6 +14,9 @@ from typing import Any
 from preft.errors import UnsupportedError
 from preft.models.structure import ModelStructure, ModuleInfo, ModuleKind
 
+UNADAPTED = ("base", "base-preft")
+"""Arms whose requests name no adapter: on stock vLLM, and on preft's engine, which should not differ from it."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -41,7 +44,7 @@ class ModelFacts:
 
     def adapter_bytes(self, arm: str, rank: int, direft_rank: int) -> int:
         """Bytes of one adapter in bfloat16."""
-        if arm == "base":
+        if arm in UNADAPTED:
             return 0
         if arm == "direftp":
             return 2 * direft_rank * (2 * self.hidden_size + 1) * self.num_blocks

@@ -111,7 +111,7 @@ def number_text(value: float | None, factor: float = 1.0, digits: int = 1) -> st
 SPEED_COLUMNS = {
     "arm": lambda entry: entry["arm"],
     "adapters": lambda entry: entry["adapters"],
-    "rank": lambda entry: "-" if entry["kind"] == "base" else entry["rank"],
+    "rank": lambda entry: "-" if entry["kind"].startswith("base") else entry["rank"],
     "n": lambda entry: entry["repeats"],
     "tokens/s, median (range)": lambda entry: range_text(entry["output_tokens_per_s"]),
     "of base": lambda entry: ratio_text(entry["ratio_to_base"]),

@@ -12,6 +12,7 @@ from preft.errors import FileError, UnsupportedError
 
 LOOKS = {
     "base": ("#6b7280", "--"),
+    "base-preft": ("#9ca3af", ":"),
     "stock-lora": ("#d97706", "-"),
     "lora": ("#dc2626", "-"),
     "lorap": ("#2563eb", "-"),

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from preft.bench.facts import ModelFacts
+from preft.bench.facts import UNADAPTED, ModelFacts
 from preft.bench.workload import Popularity
 from preft.errors import FileError, UsageError
 
-ARMS = ("base", "stock-lora", "lora", "lorap", "direftp")
+ARMS = ("base", "stock-lora", "lora", "lorap", "direftp", "base-preft")
+DEFAULT_ARMS = ARMS[:-1]
 ADAPTED = ("stock-lora", "lora", "lorap", "direftp")
 MODES = ("eager", "default")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -53,7 +54,7 @@ class BenchSpec:
 
     model: str
     out: Path
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...] = DEFAULT_ARMS
     adapters: tuple[int, ...] = (8,)
     slots: int = 8
     ranks: tuple[int, ...] = (16,)
@@ -133,7 +134,7 @@ def require_fitting(spec: BenchSpec, facts: ModelFacts, *, memory_bytes: int, di
             got=f"{length} tokens",
             accepted=f"--input-len and --output-len of at most {facts.max_length} together",
         )
-    kinds = [arm for arm in dict.fromkeys(spec.arms) if arm != "base"]
+    kinds = [arm for arm in dict.fromkeys(spec.arms) if arm not in UNADAPTED]
     most, rank = max(spec.adapters), max(spec.ranks)
     sizes = {arm: facts.adapter_bytes(arm, rank, spec.direft_rank) for arm in kinds}
     fixed = facts.weight_values * facts.value_bytes + int(kv_cache_gib(spec, facts) * (1 << 30))

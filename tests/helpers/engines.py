@@ -97,7 +97,7 @@ class Oracle:
         self.specs = {name: spec_from_adapter(adapter) for name, adapter in adapters.items()}
         self._kept: dict[tuple[object, ...], object] = {}
 
-    def two_phase(self, request: GenerationRequest, spec: OracleSpec | None = None):  # noqa: ANN201
+    def two_phase(self, request: GenerationRequest, spec: OracleSpec | None = None):
         key = (request.prompt_token_ids, request.adapter, request.boundary, request.max_tokens)
         if spec is not None:
             return oracle_two_phase(self.model, spec, request.prompt_token_ids, request.max_tokens, request.boundary)

@@ -96,7 +96,7 @@ def test_phase_rule_would_be_noticed(
 
     right = PreftCPUModelRunner._preft_scheduled
 
-    def by_phase(self, *arguments):  # noqa: ANN001, ANN202
+    def by_phase(self, *arguments):
         return [replace(request, spans=((0, UNBOUNDED),)) for request in right(self, *arguments)]
 
     monkeypatch.setattr(PreftCPUModelRunner, "_preft_scheduled", by_phase)

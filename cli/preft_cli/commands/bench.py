@@ -30,7 +30,10 @@ def throughput(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="For rows, plots, page, logs and adapters.")],
     arms: Annotated[
-        str, typer.Option("--arms", help="Of base, stock-lora, lora, lorap, direftp; one twice shows the noise.")
+        str,
+        typer.Option(
+            "--arms", help="Of base, base-preft, stock-lora, lora, lorap, direftp; one twice shows the noise."
+        ),
     ] = "base,stock-lora,lora,lorap,direftp",
     adapters: Annotated[str, typer.Option("--adapters", metavar="N[,N]", help="Distinct adapters.")] = "8",
     slots: Annotated[int, typer.Option("--slots", help="Adapters that one step may hold.")] = 8,
