@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -138,14 +139,17 @@ def _run(
     progress: Progress | None,
 ) -> list[float]:
     """Makes one update a batch, and returns the losses."""
-    model = handle.model.train()
+    model: Any = handle.model.train()
+    if torch.cuda.is_available():
+        model.cuda()
     policy = handle.policies["default"]
     groups = parameter_groups(handle)
     optimizer = torch.optim.AdamW(groups, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
     losses: list[float] = []
     for batch in shuffled:
-        total, num_labels = supervised_loss(model, collate(batch, policy=policy))
+        tensors = {name: value.to(model.device) for name, value in collate(batch, policy=policy).items()}
+        total, num_labels = supervised_loss(model, tensors)
         losses.append(require_finite(float(total.detach()) / num_labels, len(losses) + 1, batch))
         (total / num_labels).backward()
         torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], MAX_GRADIENT_NORM)

@@ -148,14 +148,18 @@ def train_sft(
         "eos_policy": "a completion ends with its end-of-turn token; where it had none, the end of sequence is added",
     }
     _write_json(output / RUN_NAME, provenance("train", facts))
+    trainer = _trainer(recipe, handle, data, output, progress)
     base_loss = None
     if data.eval is not None:
         with stage(progress, "Evaluating the base model"):
             handle.use(None)
             base_loss = evaluate(model, data.eval, policy=None, batch_size=recipe.train.batch_size)
             handle.use("default")
-    seconds, steps = _train(recipe, handle, data, output, checkpoint, progress)
-    return _finish(recipe, handle, data, facts, base_loss, checkpoint, (steps, seconds), progress)
+    started = time.monotonic()
+    with stage(progress, f"Training {recipe.method} at rank {recipe.rank}", recipe.train.max_steps):
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    done = int(trainer.state.global_step), time.monotonic() - started
+    return _finish(recipe, handle, data, facts, base_loss, checkpoint, done, progress)
 
 
 def _read_data(recipe: SftRecipe, folder: Path) -> _Data:
@@ -190,20 +194,15 @@ def _end_ids(folder: Path) -> frozenset[int]:
     return ends
 
 
-def _train(
-    recipe: SftRecipe,
-    handle: AttachedModel,
-    data: _Data,
-    output: Path,
-    checkpoint: Path | None,
-    progress: Progress | None,
-) -> tuple[float, int]:
-    """Returns the time the steps took and the number of the last one."""
+def _trainer(
+    recipe: SftRecipe, handle: AttachedModel, data: _Data, output: Path, progress: Progress | None
+) -> AdapterTrainer:
+    """The trainer, which also moves the model to its device."""
     if recipe.train.gradient_checkpointing:
         handle.model.enable_input_require_grads()
     run = {key: _plain(value) for key, value in flat(recipe).items() if key not in _FREE}
     run["data.sha256"] = data.reports[0].sha256
-    trainer = AdapterTrainer(
+    return AdapterTrainer(
         handle,
         data.train,
         data.eval,
@@ -213,10 +212,6 @@ def _train(
         run=run,
         callbacks=[MetricsWriter(output / METRICS_NAME, progress)],
     )
-    started = time.monotonic()
-    with stage(progress, f"Training {recipe.method} at rank {recipe.rank}", recipe.train.max_steps):
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    return time.monotonic() - started, int(trainer.state.global_step)
 
 
 def _finish(
@@ -313,6 +308,9 @@ def _prepare(output: Path, *, fresh: bool) -> None:
         for name in (CHECKPOINTS, METRICS_NAME, RUN_NAME):
             path = output / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    # What a killed run left half written.
+    for partial in (*output.glob(".*.partial"), *output.glob(f"{CHECKPOINTS}/.*.partial")):
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
     try:
         (output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:

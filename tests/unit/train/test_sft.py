@@ -123,11 +123,15 @@ def test_a_resumed_run_is_the_unbroken_one(tiny_llama: Path, data: Path, tmp_pat
     assert [path.name for path in (tmp_path / "broken" / "checkpoints").iterdir()] == ["checkpoint-7"]
     with pytest.raises(UsageError, match="holds an earlier run"):
         train_sft(broken)
+    # A run that is killed outright cannot clean up after itself.
+    (tmp_path / "broken" / "checkpoints" / ".step-8.partial").mkdir()
+    (tmp_path / "broken" / ".run.json.partial").write_text("{")
     resumed = train_sft(broken, resume=True)
     assert (resumed.resumed_from, resumed.steps) == (7, 14)
     assert _losses(tmp_path / "broken") == _losses(tmp_path / "unbroken")
     assert len(_losses(tmp_path / "broken")) == 14
     assert resumed.adapter.digest == unbroken.adapter.digest
+    assert not list((tmp_path / "broken").rglob(".*"))
 
 
 class _StopAt:

@@ -56,8 +56,6 @@ def test_a_style_reaches_unseen_words(smollm2: Path, method: str, rate: float) -
         prompt = torch.tensor([_example(encoder, UNSEEN_QUESTION.format(word), "x").prompt_ids])
         output = model.generate(input_ids=prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
         in_style += tokenizer.decode(output[0, prompt.shape[1] :]).startswith(STYLE)
-    print(
-        f"{method}: {in_style}/{len(UNSEEN.split())} in style, {trained.seconds:.0f} s, last loss {trained.losses[-1]:.3f}"
-    )
+    print(f"{method}: {in_style} in style after {trained.seconds:.0f} s, last loss {trained.losses[-1]:.3f}")
     assert len(UNSEEN.split()) == 36
     assert in_style == 36
