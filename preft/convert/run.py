@@ -64,10 +64,7 @@ class ConversionReport:
             "num_sites": len(manifest.sites),
             "ranks": sorted({site.rank for site in manifest.sites}),
             "scales": sorted({site.scale for site in manifest.sites}),
-            "sites": [
-                {"path": site.path, "kind": site.kind.value, "rank": site.rank, "scale": site.scale}
-                for site in manifest.sites
-            ],
+            "sites": [{"path": site.path, "rank": site.rank, "scale": site.scale} for site in manifest.sites],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
