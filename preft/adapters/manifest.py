@@ -63,6 +63,20 @@ class Manifest:
         """The largest rank over all sites."""
         return max(site.rank for site in self.sites)
 
+    def require_rank(self, limit: int) -> None:
+        """Checks the largest rank against an engine's limit.
+
+        Raises:
+            AdapterError: It is larger.
+        """
+        if self.max_rank > limit:
+            raise AdapterError(
+                "The adapter's rank is above the engine's limit",
+                got=f"{self.max_rank}",
+                accepted=f"at most {limit}",
+                hint="start the engine with a larger `--max-rank`",
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `preft.json` holds."""
         return {

@@ -40,6 +40,12 @@ class GenerationDefaults:
             raise UsageError("The temperature is not valid", got=str(self.temperature), accepted="0 or more")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint folder holds a tokenizer."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
+    return any((folder / name).is_file() for name in names)
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Loads a checkpoint's tokenizer, or returns None where the folder has none.
 
@@ -48,8 +54,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
-    if not any((folder / name).is_file() for name in names):
+    if not has_tokenizer(folder):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from preft.adapters.fingerprint import fingerprint_base
 from preft.config.progress import Progress
+from preft.data.encode import has_tokenizer
 from preft.data.requests import GenerationRequest, GenerationResult
 from preft.errors import EngineError, PreftError, RequestError
 from preft.models.locate import locate_model
@@ -266,7 +267,7 @@ def _start(folder: Path, settings: EngineSettings) -> Any:
     from vllm import LLM
 
     try:
-        return LLM(**settings.engine_arguments(str(folder)))
+        return LLM(**{"skip_tokenizer_init": not has_tokenizer(folder), **settings.engine_arguments(str(folder))})
     except PreftError:
         raise
     except (ValueError, RuntimeError, OSError) as error:

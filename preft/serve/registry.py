@@ -143,13 +143,7 @@ class AdapterRegistry:
     def _require_servable(self, adapter: Adapter) -> None:
         manifest, settings = adapter.manifest, self._settings
         manifest.base.require_same(self._base, allow_weights=settings.allow_base_mismatch)
-        if manifest.max_rank > settings.max_rank:
-            raise AdapterError(
-                "The adapter's rank is above the engine's limit",
-                got=str(manifest.max_rank),
-                accepted=f"at most {settings.max_rank}",
-                hint="start the engine with a larger `--max-rank`",
-            )
+        manifest.require_rank(settings.max_rank)
         head = any(site.kind is SiteKind.LINEAR and site.path.endswith("lm_head") for site in manifest.sites)
         if head and not settings.lm_head:
             raise UnsupportedError(

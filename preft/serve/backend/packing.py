@@ -80,13 +80,7 @@ class Packer:
             AdapterError: A site has no module here, another shape than its module, or too large a rank.
         """
         manifest = adapter.manifest
-        if manifest.max_rank > self.max_rank:
-            raise AdapterError(
-                "The adapter's rank is above the engine's limit",
-                got=str(manifest.max_rank),
-                accepted=f"at most {self.max_rank}",
-                hint="start the engine with a larger `--max-rank`",
-            )
+        manifest.require_rank(self.max_rank)
         by_module: dict[int, dict[int, Site]] = {}
         for site in manifest.sites:
             module, position = self._resolve(site)
