@@ -68,8 +68,9 @@ class GatedVariant(LoraVariant):
         if not step.any:
             return result
         down, up = module.lora_A[active_adapter], module.lora_B[active_adapter]
-        delta = up(down(module.lora_dropout[active_adapter](x))) * module.scaling[active_adapter]
-        return step.add(result, delta)
+        low = step.only(down(module.lora_dropout[active_adapter](x)))
+        delta: torch.Tensor = up(low) * module.scaling[active_adapter]
+        return result + delta
 
 
 class GatedLinear(LoraLinear):
@@ -160,7 +161,7 @@ class GatedBlock(nn.Module, BaseTunerLayer):
         result = hidden
         for name in names:
             down, up = self.preft_down[name], self.preft_up[name]
-            result = step.add(result, up(down(hidden.to(next(down.parameters()).dtype))))
+            result = result + up(step.only(down(hidden.to(next(down.parameters()).dtype))))
         return result.to(hidden.dtype)
 
     def on_block_output(self, _block: nn.Module, _args: Any, output: Any) -> Any:

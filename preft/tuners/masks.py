@@ -98,27 +98,27 @@ class StepMask:
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return StepMask.of(self.mask[:, kept])
 
-    def add(self, result: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """`result + delta` at adapted tokens; elsewhere `result`, bit for bit.
+    def only(self, low: torch.Tensor) -> torch.Tensor:
+        """`low` at adapted tokens, and zero elsewhere, so that what is computed from it adds nothing there.
+
+        The mask is applied between the two factors of an update, where a token has R values and not D.
 
         Args:
-            result: [B, T, D], or [B * T, D] from a module that flattens its input.
-            delta: As `result`.
+            low: [B, T, R], or [B * T, R] from a module that flattens its input.
 
         Raises:
             UnsupportedError: The module sees other tokens than the model does, as a mixture's experts do.
         """
         if self.mask is None:
-            return result + delta
-        leading = result.shape[:-1]
+            return low
+        leading = low.shape[:-1]
         if leading.numel() != self.mask.numel() or (len(leading) > 1 and leading != self.mask.shape):
             raise UnsupportedError(
                 "An adapted module does not see the model's tokens in their order",
-                got=f"an output of shape {tuple(result.shape)} for a mask of {tuple(self.mask.shape)}",
+                got=f"an input of shape {tuple(low.shape)} for a mask of {tuple(self.mask.shape)}",
                 hint="sites inside a mixture's experts cannot be adapted by position",
             )
-        mask = self.mask.to(result.device).reshape(leading).unsqueeze(-1)
-        return torch.where(mask, result + delta, result)
+        return torch.where(self.mask.to(low.device).reshape(leading).unsqueeze(-1), low, 0.0)
 
 
 ALL_ADAPTED = StepMask(None, True)

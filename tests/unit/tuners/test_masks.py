@@ -44,14 +44,15 @@ def test_flags_of_a_step() -> None:
     assert step.window(torch.tensor([0])) is ALL_ADAPTED
 
 
-def test_an_update_is_added_at_adapted_tokens_only() -> None:
+def test_only_adapted_tokens_keep_their_values() -> None:
     mask = torch.tensor([[True, False], [False, True]])
-    result, delta = torch.randn(2, 2, 3), torch.randn(2, 2, 3)
-    got = StepMask.of(mask).add(result, delta)
-    assert torch.equal(got[mask], (result + delta)[mask])
-    assert torch.equal(got[~mask], result[~mask])
-    flat = StepMask.of(mask).add(result.flatten(0, 1), delta.flatten(0, 1))
-    assert torch.equal(flat, got.flatten(0, 1))
+    low = torch.randn(2, 2, 3)
+    low[0, 1, 0] = float("inf")
+    got = StepMask.of(mask).only(low)
+    assert torch.equal(got[mask], low[mask])
+    assert not got[~mask].any(), "zero even where the update would have overflowed"
+    assert torch.equal(StepMask.of(mask).only(low.flatten(0, 1)), got.flatten(0, 1))
+    assert ALL_ADAPTED.only(low) is low
     for shape in ((3, 3), (4, 1, 3), (2, 3, 3)):
         with pytest.raises(UnsupportedError, match="in their order"):
-            StepMask.of(mask).add(torch.zeros(shape), torch.zeros(shape))
+            StepMask.of(mask).only(torch.zeros(shape))
