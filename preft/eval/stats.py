@@ -162,7 +162,7 @@ def compare_pairs(first: Sequence[float], second: Sequence[float], *, seed: int 
         test, p_value = "mcnemar-exact", mcnemar_exact(higher, lower)
         low, high = proportion_interval(higher, lower, count)
         discordant = (higher + lower + 2) / (count + 2)
-        detectable = min(1.0, _detectable(math.sqrt(discordant), count))
+        detectable: float | None = min(1.0, _detectable(math.sqrt(discordant), count))
     else:
         test = "paired-bootstrap"
         p_value, low, high = paired_bootstrap(differences, seed=seed)
