@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,7 @@ from preft.adapters.fingerprint import fingerprint_base
 from preft.config.progress import Progress
 from preft.data.encode import has_tokenizer
 from preft.data.requests import GenerationRequest, GenerationResult
-from preft.errors import EngineError, PreftError, RequestError
+from preft.errors import AdapterError, EngineError, PreftError, RequestError
 from preft.models.locate import locate_model
 from preft.positions import resolve_boundary
 from preft.serve.registry import AdapterRegistry, Registered, Unavailable
@@ -35,7 +36,7 @@ class Engine:
 
     Raises:
         PreftError: The model cannot be found, or a setting would make an adapter act wrongly.
-        EngineError: vLLM could not start.
+        EngineError: vLLM could not start, or another engine is open in this process.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Engine:
         *,
         settings: EngineSettings | None = None,
     ) -> None:
+        _require_alone()
         self.settings = settings or EngineSettings()
         folder = locate_model(str(model))
         self.registry = AdapterRegistry(fingerprint_base(folder, model=str(model)), self.settings)
@@ -58,6 +60,8 @@ class Engine:
         self.vocab_size: int = config.get_vocab_size()
         self._serial = 0
         self._entries: dict[str, Registered | None] = {}
+        global _open_engine
+        _open_engine = weakref.ref(self)
 
     def __enter__(self) -> Engine:
         return self
@@ -86,13 +90,24 @@ class Engine:
 
         Args:
             names: Which; all available ones by default.
+
+        Raises:
+            UnknownAdapterError: A name is not registered.
+            AdapterError: One can no longer be loaded.
         """
         if names is None:
             entries = [entry for entry in self.registry.entries() if isinstance(entry, Registered)]
         else:
             entries = [self.registry.resolve(name) for name in names]
         references = [entry.reference.encode() for entry in entries]
-        self.call_workers("preft_prefetch", references)
+        failed = {
+            digest: why for worker in self.call_workers("preft_prefetch", references) for digest, why in worker.items()
+        }
+        for entry in entries:
+            if entry.reference.digest in failed:
+                raise AdapterError(
+                    f"The adapter `{entry.name}` could not be loaded", got=failed[entry.reference.digest]
+                )
 
     def status(self) -> list[dict[str, Any]]:
         """What each worker has done and holds."""
@@ -138,6 +153,8 @@ class Engine:
         finally:
             if running and self._core is not None:
                 self._core.abort_request(list(running), internal=False)
+            for engine_id in running:
+                self._entries.pop(engine_id, None)
             if progress is not None:
                 progress.finish()
         return [results[index] for index in range(len(requests))]
@@ -145,14 +162,19 @@ class Engine:
     def _submit(self, request: GenerationRequest) -> str:
         entry = self.registry.resolve(request.adapter) if request.adapter is not None else None
         check_request(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        from vllm.exceptions import VLLMClientError
+
         self._serial += 1
         engine_id = f"{self._serial}"
-        self._core.add_request(
-            engine_id,
-            {"prompt_token_ids": list(request.prompt_token_ids)},
-            sampling_params(request),
-            lora_request=entry.reference.to_lora_request(entry.name) if entry is not None else None,
-        )
+        try:
+            self._core.add_request(
+                engine_id,
+                {"prompt_token_ids": list(request.prompt_token_ids)},
+                sampling_params(request),
+                lora_request=entry.reference.to_lora_request(entry.name) if entry is not None else None,
+            )
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise RequestError("vLLM does not take the request", got=str(error)) from error
         self._entries[engine_id] = entry
         return engine_id
 
@@ -194,6 +216,18 @@ class Engine:
     @property
     def _scheduler(self) -> Any:
         return self._core.engine_core.engine_core.scheduler
+
+
+_open_engine: weakref.ref[Engine] | None = None
+
+
+def _require_alone() -> None:
+    """Refuses a second engine: vLLM keeps its groups of ranks by process, and closing one would break the other."""
+    other = _open_engine() if _open_engine is not None else None
+    if other is not None and other._llm is not None:
+        raise EngineError(
+            "Another engine is open in this process", hint="close it first, or start the second in a process of its own"
+        )
 
 
 def check_request(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
@@ -270,7 +304,7 @@ def _start(folder: Path, settings: EngineSettings) -> Any:
         return LLM(**{"skip_tokenizer_init": not has_tokenizer(folder), **settings.engine_arguments(str(folder))})
     except PreftError:
         raise
-    except (ValueError, RuntimeError, OSError) as error:
+    except Exception as error:  # whatever a model or a setting makes of vLLM's start
         cause = _preft_cause(error)
         if cause is not None:
             raise cause from None

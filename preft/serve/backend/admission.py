@@ -4,7 +4,8 @@ An adapted request holds a slot only while it has prompt tokens left to compute 
 admitted if its adapter already holds a slot or one is free. Two rules keep it fair. All-token adapters, which hold
 their slot for a whole generation, leave one slot to prompt-only ones. And once the oldest request that waits for a
 slot has waited too long, no later one is admitted before it, so a stream of requests for resident adapters cannot
-starve it.
+starve it. An all-token request that waits for another generation to end holds back all-token ones alone: the slot
+left to prompt-only requests would be of no use to it.
 
 Adapters are counted over all running requests, also those that this step does not schedule: a running prefill that
 is skipped for one step still needs its slot in the next.
@@ -37,7 +38,8 @@ class Admission:
         num_slots: Adapters that one step may hold.
         patience_s: How long the oldest waiting request tolerates being overtaken.
         holders: Adapter id to whether only all-token requests hold it.
-        closed: The waiting adapter that must enter first, or None.
+        closed: The waiting adapter that must enter before any other, or None.
+        closed_to_all_token: The waiting adapter that must enter before any other all-token one, or None.
     """
 
     num_slots: int
@@ -45,6 +47,7 @@ class Admission:
     reserve: bool
     holders: dict[int, bool] = field(default_factory=dict)
     closed: int | None = None
+    closed_to_all_token: int | None = None
 
     @classmethod
     def begin(cls, num_slots: int, patience_s: float, running: Iterable[Demand], *, reserve: bool) -> Admission:
@@ -68,11 +71,13 @@ class Admission:
             demand: Its need.
             waited_s: Seconds since it was first refused a slot; 0 if it never was.
         """
-        if self.closed is not None and demand.adapter_id != self.closed:
+        if self.closed not in (None, demand.adapter_id):
+            return False
+        if not demand.prompt_only and self.closed_to_all_token not in (None, demand.adapter_id):
             return False
         if not self._fits(demand):
             if waited_s > self.patience_s:
-                self.closed = demand.adapter_id
+                self._close(demand)
             return False
         self._hold(demand)
         return True
@@ -84,10 +89,16 @@ class Admission:
     def _fits(self, demand: Demand) -> bool:
         if demand.adapter_id in self.holders:
             return True
-        if len(self.holders) >= self.num_slots:
-            return False
-        all_token = sum(self.holders.values())
-        return demand.prompt_only or not self.reserve or all_token < self.num_slots - 1
+        return len(self.holders) < self.num_slots and (demand.prompt_only or not self._all_token_is_full())
+
+    def _all_token_is_full(self) -> bool:
+        return self.reserve and sum(self.holders.values()) >= self.num_slots - 1
+
+    def _close(self, demand: Demand) -> None:
+        if not demand.prompt_only and self._all_token_is_full():
+            self.closed_to_all_token = demand.adapter_id
+        else:
+            self.closed = demand.adapter_id
 
     def _hold(self, demand: Demand) -> None:
         self.holders[demand.adapter_id] = self.holders.get(demand.adapter_id, True) and not demand.prompt_only

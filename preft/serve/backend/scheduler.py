@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.001
 """Pause of a step that has nothing to run but an adapter to wait for; keeps the loader thread fed."""
+_KEPT_FAILURES = 65_536
+"""Reasons kept at most; a front end in another process never takes them."""
 
 
 class PreftSchedulerMixin:
@@ -49,7 +51,7 @@ class PreftSchedulerMixin:
         super().__init__(*args, **kwargs)
         guard.require_our_worker(self.vllm_config)  # type: ignore[attr-defined]
         self.preft_options = BackendOptions.from_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
-        self.preft_ledger = AdapterLedger(self.preft_options.cache_bytes)
+        self.preft_ledger = AdapterLedger(self.preft_options.cache_bytes, self.preft_options.slots)
         self.preft_failures: dict[str, str] = {}
         self._preft_admission: Admission | None = None
         self._preft_prompt_only_seen = False
@@ -61,8 +63,7 @@ class PreftSchedulerMixin:
             failure = self._preft_adopt(request)
             if failure is not None:
                 logger.warning("Request %s cannot be served: %s", request.request_id, failure)
-                self.preft_failures[request.request_id] = failure
-                self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+                self._preft_fail(request, failure)
         super().add_request(request)  # type: ignore[misc]
 
     def _preft_adopt(self, request: Request) -> str | None:
@@ -101,6 +102,7 @@ class PreftSchedulerMixin:
             self._preft_running_demands(),
             reserve=self._preft_prompt_only_seen,
         )
+        self._preft_rest()
         if self._preft_admission.surplus():
             self._preft_preempt_surplus()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -108,9 +110,8 @@ class PreftSchedulerMixin:
             request = self.requests[new.req_id]  # type: ignore[attr-defined]
             new.lora_request = None
             new.preft_stamp = request.stamp if isinstance(request, PreftRequest) else None
-        orders = self.preft_ledger.take_orders()
-        output.preft_orders = orders
-        if not output.total_num_scheduled_tokens and self._preft_waits_for_load():
+        output.preft_orders = self.preft_ledger.take_orders()
+        if not output.total_num_scheduled_tokens and self.preft_ledger.waits_for_load:
             time.sleep(_IDLE_S)
         return output
 
@@ -127,10 +128,9 @@ class PreftSchedulerMixin:
         assert self._preft_admission is not None
         entry = self.preft_ledger.acquire(request.reference, request.request_id)
         if entry.residency is Residency.FAILED:
-            self.preft_failures[request.request_id] = entry.reason
-            self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+            self._preft_fail(request, entry.reason)
             return False
-        if entry.residency is Residency.LOADING:
+        if entry.residency is not Residency.READY:
             return False
         waited = time.monotonic() - request._refused_since if request._refused_since is not None else 0.0
         if self._preft_admission.admit(demand, waited):
@@ -151,9 +151,26 @@ class PreftSchedulerMixin:
             self.preft_ledger.release(request.reference.digest, request.request_id)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
+    def _preft_fail(self, request: Request, reason: str) -> None:
+        """Fails one request through vLLM's own list; its reason is kept for a front end in this process."""
+        while len(self.preft_failures) >= _KEPT_FAILURES:
+            del self.preft_failures[next(iter(self.preft_failures))]
+        self.preft_failures[request.request_id] = reason
+        self.grammar_compile_error_reqs.add(request.request_id)  # type: ignore[attr-defined]
+
     def _preft_running_demands(self) -> list[Demand]:
         requests = (request for request in self.running if isinstance(request, PreftRequest))  # type: ignore[attr-defined]
         return [demand for request in requests if (demand := request.demand) is not None]
+
+    def _preft_rest(self) -> None:
+        """Tells the ledger which requests need their adapter no more.
+
+        Before a step is scheduled, so that the steps that computed those positions have been handed to the worker
+        before any order to drop.
+        """
+        for request in self.running:  # type: ignore[attr-defined]
+            if isinstance(request, PreftRequest) and request.demand is None:
+                self.preft_ledger.rest(request.reference.digest, request.request_id)
 
     def _preft_preempt_surplus(self) -> None:
         """Puts the youngest running requests back until no more adapters are needed than there are slots.
@@ -171,9 +188,6 @@ class PreftSchedulerMixin:
                 admission = self._preft_admission = Admission.begin(
                     admission.num_slots, admission.patience_s, self._preft_running_demands(), reserve=admission.reserve
                 )
-
-    def _preft_waits_for_load(self) -> bool:
-        return any(entry.residency is Residency.LOADING for entry in self.preft_ledger.entries.values())
 
 
 class PreftScheduler(PreftSchedulerMixin, Scheduler):

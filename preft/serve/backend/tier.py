@@ -7,6 +7,7 @@ exception: the request that wanted it fails, and the engine goes on.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from preft.adapters.adapter import Adapter
@@ -47,8 +48,35 @@ class HostTier:
 
     def start_load(self, reference: AdapterReference) -> None:
         """Orders one adapter; it will be in a later report even if it is here already."""
-        if reference.digest not in self._loads:
+        pending = self._loads.get(reference.digest)
+        # A failure that is not reported yet may have been put right since.
+        if pending is None or (pending.done() and pending.exception() is not None):
             self._loads[reference.digest] = self._pool.submit(self._load, reference)
+
+    def prefetch(self, references: Sequence[AdapterReference]) -> dict[str, str]:
+        """Loads adapters that are not here and waits for them.
+
+        One that is here is not reported again: the scheduler may have ordered it dropped meanwhile, and must not take
+        the report for a promise.
+
+        Returns:
+            Digest to reason, for those that could not be loaded.
+        """
+        missing = {reference.digest: reference for reference in references if reference.digest not in self._ready}
+        for reference in missing.values():
+            self.start_load(reference)
+        errors = {digest: self._loads[digest].exception() for digest in missing}
+        return {digest: _reason(error) for digest, error in errors.items() if error is not None}
+
+    @property
+    def num_adapters(self) -> int:
+        """How many adapters are held."""
+        return len(self._ready)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the adapters that are held."""
+        return sum(packed.num_bytes for packed in self._ready.values())
 
     def take_report(self) -> StepReport:
         """What finished since the last report."""
@@ -84,18 +112,13 @@ class HostTier:
         self._ready[adapter.digest] = packed
         return packed
 
-    def wait(self) -> None:
-        """Waits until no load is under way."""
-        for load in list(self._loads.values()):
-            load.exception()
-
     def _settle(self, digest: str, load: Future[PackedAdapter], report: StepReport) -> None:
         error = load.exception()
         if error is None:
             self._ready[digest] = load.result()
             report.loaded[digest] = self._ready[digest].num_bytes
         else:
-            reason = str(error) if isinstance(error, PreftError) else f"{type(error).__name__}: {error}"
+            reason = _reason(error)
             logger.warning("Adapter %s could not be loaded: %s", digest[:12], reason)
             report.failed[digest] = reason
 
@@ -111,3 +134,7 @@ class HostTier:
     def _pack(self, adapter: Adapter) -> PackedAdapter:
         adapter.manifest.base.require_same(self._base, allow_weights=self._allow_base_mismatch)
         return self._packer.pack(adapter)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, PreftError) else f"{type(error).__name__}: {error}"

@@ -21,6 +21,7 @@ from preft.serve.backend.options import BackendOptions
 from preft.serve.backend.packing import Packer
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.backend.runner import PreftCPUModelRunner
+from preft.serve.backend.step_rows import NO_ROWS
 from preft.serve.backend.tier import HostTier
 
 if TYPE_CHECKING:
@@ -100,10 +101,14 @@ class PreftCPUWorker(CPUWorker):
         """Runs the canary on this worker. Raises `EngineError` if it fails."""
         return run_canary(self.model_runner, tensor_dtype(self.vllm_config))
 
-    def preft_prefetch(self, references: list[str]) -> None:
-        """Orders adapters into the host tier ahead of any request."""
-        for text in references:
-            self.preft_tier.start_load(AdapterReference.decode(text))
+    def execute_dummy_batch(self) -> Any:
+        """Runs vLLM's dummy batch, which keeps ranks in step, under no adapter."""
+        self.model_runner.preft_set_rows(NO_ROWS)
+        return super().execute_dummy_batch()
+
+    def preft_prefetch(self, references: list[str]) -> dict[str, str]:
+        """Brings adapters into the host tier ahead of any request; digest to reason for those that fail."""
+        return self.preft_tier.prefetch([AdapterReference.decode(text) for text in references])
 
     def preft_status(self) -> dict[str, Any]:
         """What this worker has done and holds; plain data."""
@@ -114,5 +119,7 @@ class PreftCPUWorker(CPUWorker):
             "steps": runner.preft_num_steps,
             "adapted_steps": runner.preft_num_adapted_steps,
             "adapted_tokens": runner.preft_num_adapted_tokens,
+            "adapters": self.preft_tier.num_adapters,
+            "adapter_bytes": self.preft_tier.num_bytes,
             "adapter_products": runner.preft_state.num_products,
         }

@@ -1,0 +1,94 @@
+"""A worker's host tier: it loads on a thread of its own, reports what happened, and never raises for a bad adapter."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from preft.adapters.adapter import Adapter
+from preft.adapters.fingerprint import fingerprint_base
+from preft.adapters.store import save_adapter
+from preft.errors import EngineError
+from preft.serve.backend.messages import LoadOrders
+from preft.serve.backend.packing import ModuleInfo, Packer
+from preft.serve.backend.reference import AdapterReference
+from preft.serve.backend.tier import HostTier
+from preft.types import SiteKind
+from tests.helpers.tiny import linear_sizes, random_adapter
+
+
+@pytest.fixture
+def tier(tiny_llama: Path) -> HostTier:
+    import torch
+
+    modules = [
+        ModuleInfo(index, path, SiteKind.LINEAR, (path,), sizes[0], (sizes[1],), None)
+        for index, (path, sizes) in enumerate(linear_sizes(tiny_llama).items())
+    ]
+    packer = Packer(modules, lambda path: path, torch.float32, 64)
+    return HostTier(packer, fingerprint_base(tiny_llama), allow_base_mismatch=False)
+
+
+@pytest.fixture
+def adapter(tiny_llama: Path) -> Adapter:
+    return random_adapter(tiny_llama, seed=1)
+
+
+@pytest.fixture
+def reference(adapter: Adapter, tmp_path: Path) -> AdapterReference:
+    save_adapter(adapter, tmp_path / "it")
+    return AdapterReference(adapter.digest, adapter.manifest.positions, str(tmp_path / "it"))
+
+
+def settle(tier: HostTier) -> tuple[dict[str, int], dict[str, str]]:
+    tier._pool.submit(lambda: None).result()
+    report = tier.take_report()
+    return report.loaded, report.failed
+
+
+def test_an_order_is_obeyed_and_reported_once(tier: HostTier, reference: AdapterReference) -> None:
+    tier.obey(LoadOrders(load=(reference.encode(),)))
+
+    loaded, failed = settle(tier)
+    assert (list(loaded), failed) == ([reference.digest], {})
+    assert not tier.take_report()
+    assert loaded[reference.digest] == tier.num_bytes == tier.get(reference.digest).num_bytes
+    tier.obey(LoadOrders(drop=(reference.digest,)))
+    assert (tier.num_adapters, tier.num_bytes) == (0, 0)
+    with pytest.raises(EngineError, match="not loaded"):
+        tier.get(reference.digest)
+
+
+def test_one_that_is_here_is_reported_when_it_is_ordered_and_not_when_it_is_wished_for(
+    tier: HostTier, reference: AdapterReference
+) -> None:
+    assert tier.prefetch([reference]) == {}
+    assert list(settle(tier)[0]) == [reference.digest]
+
+    assert tier.prefetch([reference]) == {}
+    assert not tier.take_report()
+    tier.obey(LoadOrders(load=(reference.encode(),)))
+    assert list(settle(tier)[0]) == [reference.digest]
+
+
+def test_a_failure_that_was_put_right_before_it_was_reported_is_forgotten(
+    tier: HostTier, reference: AdapterReference, adapter: Adapter
+) -> None:
+    shutil.rmtree(reference.folder)
+    assert "cannot be opened" in tier.prefetch([reference])[reference.digest]
+
+    save_adapter(adapter, reference.folder)
+    tier.obey(LoadOrders(load=(reference.encode(),)))
+    loaded, failed = settle(tier)
+    assert (list(loaded), failed) == ([reference.digest], {})
+
+
+def test_other_weights_than_were_registered_are_a_reported_failure(
+    tier: HostTier, reference: AdapterReference, tiny_llama: Path
+) -> None:
+    save_adapter(random_adapter(tiny_llama, seed=2), reference.folder, force=True)
+    tier.obey(LoadOrders(load=(reference.encode(),)))
+
+    assert "digest" in settle(tier)[1][reference.digest]
