@@ -1,0 +1,101 @@
+"""Finding the harness's tasks by name, and loading them before an engine is started."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.tasks import TaskManager
+
+from preft.errors import FileError, UnsupportedError, UsageError
+
+_NEAR = 5
+
+
+def find_tasks(names: Sequence[str], include_path: Path | None = None) -> tuple[TaskManager, list[str]]:
+    """Resolves names and patterns of tasks, groups and tags.
+
+    The harness's own tens of thousands of definitions are read only if a name is not found in `include_path`.
+
+    Args:
+        names: As the harness takes them; `*` matches.
+        include_path: A folder of further task definitions.
+
+    Raises:
+        UsageError: There is no task of a name; names that are near are given.
+        FileError: `include_path` is not a folder.
+    """
+    if not names:
+        raise UsageError("No task is named", accepted="names of lm-evaluation-harness tasks, separated by commas")
+    if include_path is not None and not include_path.is_dir():
+        raise FileError("The folder of tasks cannot be read", got=f"`{include_path}`", accepted="a folder")
+    if include_path is not None:
+        own = TaskManager(include_path=str(include_path), include_defaults=False)
+        found = _match(own, names)
+        if all(found.values()):
+            return own, _flat(found)
+    manager = TaskManager(include_path=str(include_path) if include_path is not None else None)
+    found = _match(manager, names)
+    unknown = [name for name, matches in found.items() if not matches]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=_NEAR, cutoff=0.5)
+        raise UsageError(
+            "There is no such task",
+            got=f"`{unknown[0]}`",
+            accepted=", ".join(near) or "a task of lm-evaluation-harness, or one in `--include-path`",
+            hint="`lm-eval ls tasks` lists them all",
+        )
+    return manager, _flat(found)
+
+
+def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
+    """Loads tasks with their data, and refuses those that cannot run here.
+
+    Returns:
+        The tasks by name, groups taken apart.
+
+    Raises:
+        FileError: The data of a task cannot be reached.
+        UnsupportedError: A task runs code that the model writes.
+        UsageError: A definition is not valid.
+    """
+    tasks: dict[str, Any] = {}
+    for name in names:
+        try:
+            tasks.update(manager.load([name])["tasks"])
+        except OSError as error:
+            raise FileError(
+                f"The data of task `{name}` cannot be reached",
+                got=_first_line(error),
+                accepted="a network connection, data that was fetched before, or a task over local files",
+                hint="fetch it once where there is a network, or write a local task: see docs/guides/eval.md",
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+            raise UsageError(f"Task `{name}` cannot be loaded", got=_first_line(error)) from error
+    unsafe = [name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)]
+    if unsafe:
+        raise UnsupportedError(
+            "The task runs code that the model writes, which preft does not do",
+            got=", ".join(f"`{name}`" for name in unsafe),
+            hint="generate with `preft generate`, and run the code where it can do no harm",
+        )
+    return tasks
+
+
+def _match(manager: TaskManager, names: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        is_file = name.endswith((".yaml", ".yml")) and Path(name).is_file()
+        found[name] = [name] if is_file else list(manager.match_tasks([name]))
+    return found
+
+
+def _flat(found: dict[str, list[str]]) -> list[str]:
+    return list(dict.fromkeys(name for matches in found.values() for name in matches))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{type(error).__name__}: {lines[0][:200]}"

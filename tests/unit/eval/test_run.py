@@ -1,0 +1,188 @@
+"""A whole evaluation on local tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from preft import load_adapter
+from preft.errors import FileError, UsageError
+from preft.eval.files import RESULTS, require_free, save_evaluation
+from preft.eval.run import EvalSpec, Evaluation, evaluate
+from preft.eval.tasks import find_tasks, load_tasks
+from tests.unit.eval.conftest import ARMS
+
+TASKS = ("tiny_choice", "tiny_write", "tiny_roll")
+
+
+@pytest.fixture(scope="module")
+def evaluation(tiny_llama: Path, adapters: dict[str, Path], tasks: Path) -> Evaluation:
+    spec = EvalSpec(
+        str(tiny_llama),
+        adapters,
+        TASKS,
+        engine="hf",
+        include_path=tasks,
+        dtype="float32",
+        compare=(("base", "lorap"), ("lora", "lorap")),
+    )
+    return evaluate(spec)
+
+
+def test_base_stands_beside_the_adapters(evaluation: Evaluation, adapters: dict[str, Path]) -> None:
+    document = evaluation.document
+    assert list(document["arms"]) == ["base", *ARMS]
+    for arm, path in adapters.items():
+        assert document["arms"][arm]["digest"] == load_adapter(path).digest
+    assert [document["arms"][arm]["positions"] for arm in ARMS] == ["all", "prompt", "prompt"]
+    assert document["arms"]["base"]["digest"] is None
+    assert {"preft", "lm_eval", "torch", "transformers"} <= set(document["versions"])
+    for arm in document["arms"].values():
+        assert {"acc,none", "acc_stderr,none"} <= set(arm["results"]["tiny_choice"])
+
+
+def test_base_is_the_harness_exactly(evaluation: Evaluation, tiny_llama: Path, tasks: Path) -> None:
+    stock = lm_eval.simple_evaluate(
+        model=HFLM(str(tiny_llama), dtype="float32", device="cpu"),
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    for task in TASKS:
+        ours, theirs = evaluation.samples["base"][task], stock["samples"][task]
+        assert [sample["resps"] for sample in ours] == [sample["resps"] for sample in theirs]
+        assert [sample["doc_hash"] for sample in ours] == [sample["doc_hash"] for sample in theirs]
+
+
+def test_the_arms_are_compared_by_example(evaluation: Evaluation) -> None:
+    rows = {(row.task, row.first, row.second): row for row in evaluation.comparisons}
+    assert set(rows) == {(task, first, "lorap") for task in ("tiny_choice", "tiny_write") for first in ("base", "lora")}
+    row = rows["tiny_choice", "base", "lorap"]
+    assert row.paired.num_pairs == 12
+    assert row.paired.test == "mcnemar-exact"
+    assert row.verdict in ("better", "worse", "cannot tell")
+    assert any("word_perplexity" in text for text in evaluation.warnings)
+
+
+def test_prompt_only_adapters_score_whole_texts_as_base(evaluation: Evaluation) -> None:
+    scores = {
+        arm: [sample["resps"] for sample in evaluation.samples[arm]["tiny_roll"]] for arm in ("base", "lorap", "lora")
+    }
+    flat = {arm: [value[0][0] for value in values] for arm, values in scores.items()}
+    assert flat["lorap"] == pytest.approx(flat["base"], abs=1e-4)
+    assert flat["lora"] != pytest.approx(flat["base"], abs=1e-2)
+
+
+def test_the_files_are_the_harness_s(evaluation: Evaluation, tmp_path: Path) -> None:
+    files = save_evaluation(evaluation, tmp_path, log_samples=True)
+    assert {path.name for path in files} == {
+        RESULTS,
+        *(f"samples_{arm}_{task}.jsonl" for arm in ("base", *ARMS) for task in TASKS),
+    }
+    assert json.loads((tmp_path / RESULTS).read_text())["arms"]["lorap"]["kind"] == "LoRAP"
+    rows = [json.loads(line) for line in (tmp_path / "samples_lorap_tiny_choice.jsonl").read_text().splitlines()]
+    assert [row["doc_id"] for row in rows] == list(range(12))
+    assert rows[0]["arguments"]["gen_args_0"]["arg_0"].startswith("The apple near")
+    assert {"doc", "target", "resps", "filtered_resps", "acc", "doc_hash", "prompt_hash", "target_hash"} <= set(rows[0])
+    with pytest.raises(FileError, match="earlier evaluation"):
+        require_free(tmp_path)
+    require_free(tmp_path, force=True)
+
+
+def test_a_conversation_with_examples(tiny_llama: Path, adapters: dict[str, Path], tasks: Path) -> None:
+    spec = EvalSpec(
+        str(tiny_llama),
+        {"lorap": adapters["lorap"]},
+        ("tiny_choice", "tiny_write"),
+        engine="hf",
+        include_path=tasks,
+        dtype="float32",
+        num_fewshot=2,
+        limit=3,
+        apply_chat_template=True,
+    )
+    found = evaluate(spec)
+    assert found.document["chat_template_sha256"]
+    prompt = found.samples["lorap"]["tiny_write"][0]["arguments"][0][0]
+    assert prompt.count("<|im_start|>user") == 3
+    assert prompt.endswith("<|im_start|>assistant\n")
+    assert found.document["arms"]["base"]["n-samples"]["tiny_write"]["effective"] == 3
+    assert {row.verdict for row in found.comparisons} == {"cannot tell"}
+
+
+@pytest.mark.engine
+def test_the_engines_agree_on_a_whole_evaluation(
+    evaluation: Evaluation, tiny_llama: Path, adapters: dict[str, Path], tasks: Path
+) -> None:
+    pytest.importorskip("vllm")
+    spec = EvalSpec(
+        str(tiny_llama),
+        adapters,
+        TASKS,
+        include_path=tasks,
+        dtype="float32",
+        slots=2,
+        engine_options={"max_rank": 64, "max_model_len": 400, "kv_cache_gib": 0.25},
+    )
+    found = evaluate(spec)
+    assert found.failures == ()
+    for arm in ("base", *ARMS):
+        for task in TASKS:
+            pairs = zip(found.samples[arm][task], evaluation.samples[arm][task], strict=True)
+            for ours, theirs in pairs:
+                assert ours["prompt_hash"] == theirs["prompt_hash"]
+                one, other = ours["resps"], theirs["resps"]
+                if task == "tiny_write":
+                    assert one == other
+                else:
+                    assert [_number(value[0]) for value in one] == pytest.approx(
+                        [_number(value[0]) for value in other], abs=1e-3
+                    )
+
+
+def _number(value: object) -> float:
+    return float(value[0] if isinstance(value, tuple | list) else value)  # type: ignore[arg-type]
+
+
+def test_wrong_names_are_refused_before_anything_is_loaded(
+    tiny_llama: Path, adapters: dict[str, Path], tasks: Path
+) -> None:
+    for pair in (("base", "absent"), ("lora", "lora")):
+        with pytest.raises(UsageError, match="arms to compare"):
+            evaluate(EvalSpec(str(tiny_llama), adapters, TASKS, compare=(pair,), include_path=tasks))
+    with pytest.raises(UsageError, match="`--engine`"):
+        evaluate(EvalSpec(str(tiny_llama), adapters, TASKS, engine="other", include_path=tasks))
+
+
+def test_an_unknown_task_names_near_ones(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import preft.eval.tasks as module
+
+    # The harness's own definitions take seconds to read; the folder's do here.
+    monkeypatch.setattr(
+        module, "TaskManager", lambda include_path, include_defaults=False: TaskManager(None, include_path, False)
+    )
+    with pytest.raises(UsageError) as caught:
+        find_tasks(["tiny_choise"], tasks)
+    assert "tiny_choice" in str(caught.value)
+    with pytest.raises(UsageError, match="No task"):
+        find_tasks([])
+    with pytest.raises(FileError, match="folder of tasks"):
+        find_tasks(["x"], tasks / "absent")
+    _, names = find_tasks(["tiny_*"], tasks)
+    assert names == ["tiny_choice", "tiny_roll", "tiny_write"]
+
+
+def test_data_that_cannot_be_reached_is_an_error_of_its_own(tasks: Path, tmp_path: Path) -> None:
+    text = (tasks / "choice.yaml").read_text().replace("rows.jsonl", "absent.jsonl")
+    (tmp_path / "choice.yaml").write_text(text)
+    manager, names = find_tasks(["tiny_choice"], tmp_path)
+    with pytest.raises(FileError, match="cannot be reached"):
+        load_tasks(manager, names)
