@@ -29,6 +29,7 @@ COMMANDS = {
     "generate": "preft_cli.commands.generate",
     "serve": "preft_cli.commands.serve",
     "train": "preft_cli.commands.train",
+    "eval": "preft_cli.commands.eval",
     "init": "preft_cli.commands.init",
     "bench": "preft_cli.commands.bench",
     "plan": "preft_cli.commands.plan",

@@ -130,7 +130,13 @@ def test_the_engines_agree_on_a_whole_evaluation(
         include_path=tasks,
         dtype="float32",
         slots=2,
-        engine_options={"max_rank": 64, "max_model_len": 400, "kv_cache_gib": 0.25},
+        engine_options={
+            "max_rank": 64,
+            "max_model_len": 400,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 256,
+            "kv_cache_gib": 0.25,
+        },
     )
     found = evaluate(spec)
     assert found.failures == ()
