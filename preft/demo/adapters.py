@@ -10,6 +10,7 @@ from pathlib import Path
 from preft.adapters.store import save_adapter
 from preft.config.progress import Progress, stage
 from preft.convert.run import convert
+from preft.data.chat import ChatEncoder
 from preft.data.encode import load_tokenizer
 from preft.data.examples import Example
 from preft.models.structure import read_structure
@@ -48,17 +49,15 @@ def style_examples(folder: Path, count: int, *, seed: int = 0) -> list[Example]:
         count: How many.
         seed: Of the choice of words.
     """
-    tokenizer = load_tokenizer(folder)
+    encoder = ChatEncoder(load_tokenizer(folder))
     draw = random.Random(seed)
     examples = []
     for index in range(count):
         thing = draw.choice(_THINGS)
         question, answer = draw.choice(_QUESTIONS).format(thing), draw.choice(_ANSWERS).replace("{}", thing)
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        completion = [*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        examples.append(Example(tuple(prompt), tuple(completion), f"{index}"))
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        [(prompt, completion)] = encoder.encode(turns, turns="last")
+        examples.append(Example(prompt, completion, f"{index}"))
     return examples
 
 

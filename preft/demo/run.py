@@ -124,7 +124,7 @@ class DemoReport:
 
 
 def run_demo(
-    folder: Path, *, num_adapters: int = 32, steps: int = 40, runs: int = 3, progress: Progress | None = None
+    folder: Path, *, num_adapters: int = 32, steps: int = 30, runs: int = 3, progress: Progress | None = None
 ) -> DemoReport:
     """Runs the demo.
 

@@ -301,7 +301,8 @@ def _start(folder: Path, settings: EngineSettings) -> Any:
     from vllm import LLM
 
     try:
-        return LLM(**{"skip_tokenizer_init": not has_tokenizer(folder), **settings.engine_arguments(str(folder))})
+        own = {"skip_tokenizer_init": not has_tokenizer(folder), "use_tqdm_on_load": False}
+        return LLM(**{**own, **settings.engine_arguments(str(folder))})
     except PreftError:
         raise
     except Exception as error:  # whatever a model or a setting makes of vLLM's start

@@ -22,7 +22,7 @@ def demo(
         Path | None, typer.Option("--dir", metavar="DIR", help="Where to write adapters; default: the user's cache.")
     ] = None,
     adapters: Annotated[int, typer.Option("--adapters", min=2, help="Adapters to serve at once.")] = 32,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of the style adapter.")] = 40,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of the style adapter.")] = 30,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Throughput runs of each arm, interleaved.")] = 3,
     as_json: Json = False,
     quiet: Quiet = False,
