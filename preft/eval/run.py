@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,14 +118,14 @@ def evaluate(spec: EvalSpec, *, progress: Progress | None = None) -> Evaluation:
     with stage(progress, "Finding the tasks"):
         manager, names = find_tasks(spec.tasks, spec.include_path)
     with stage(progress, "Loading the tasks"):
-        load_tasks(manager, names)
+        loaded = load_tasks(manager, names)
     with stage(progress, f"Starting the {spec.engine} engine"):
         lm = _open(spec, folder, paths, arms, progress)
     with contextlib.closing(lm):
         template = lm.chat_template(True) if spec.apply_chat_template else None
         if spec.apply_chat_template and not template:
             raise UsageError("The model has no chat template", got=f"`{spec.model}`", hint="leave the flag out")
-        found = {arm: _score(lm, arm, names, manager, spec, progress) for arm in arms}
+        found = {arm: _score(lm, arm, loaded, spec, progress) for arm in arms}
         failures, max_length = tuple(lm.failures), lm.max_length
     samples = {arm: results.pop("samples") for arm, results in found.items()}
     failed = {(item.task, item.doc_id) for item in failures if item.task is not None and item.doc_id is not None}
@@ -222,29 +223,32 @@ def _open(
 
 
 def _score(
-    lm: PreftModel, arm: str, names: Sequence[str], manager: Any, spec: EvalSpec, progress: Progress | None
+    lm: PreftModel, arm: str, loaded: dict[str, Any], spec: EvalSpec, progress: Progress | None
 ) -> dict[str, Any]:
     """One arm's results and samples, in the harness's form."""
     import lm_eval
+    import numpy as np
+    import torch
+
+    from preft.eval.tasks import prepare_tasks
 
     lm.use_arm(arm)
+    prepare_tasks(loaded, num_fewshot=spec.num_fewshot, seed=spec.seed)
+    # Metrics and tasks of the harness draw from all three.
+    random.seed(spec.seed)
+    np.random.seed(spec.seed)
+    torch.manual_seed(spec.seed)
     # On vLLM the engine reports each request itself; a stage around that would be cut short by it.
     with stage(progress if spec.engine == "hf" else None, f"Scoring {arm}"):
-        results: dict[str, Any] = lm_eval.simple_evaluate(
-            model=lm,
-            tasks=list(names),
-            task_manager=manager,
-            num_fewshot=spec.num_fewshot,
+        results: dict[str, Any] = lm_eval.evaluate(
+            lm=lm,
+            task_dict=loaded,
             limit=spec.limit,
             log_samples=True,
             bootstrap_iters=_ERROR_RESAMPLES,
             apply_chat_template=spec.apply_chat_template,
             fewshot_as_multiturn=spec.fewshot_as_multiturn,
             system_instruction=spec.system_instruction,
-            fewshot_random_seed=spec.seed,
-            random_seed=spec.seed,
-            numpy_random_seed=spec.seed,
-            torch_random_seed=spec.seed,
         )
     kept = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
     return {**{key: results[key] for key in kept if key in results}, "samples": results["samples"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,34 +54,50 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
     """Loads tasks with their data, and refuses those that cannot run here.
 
     Returns:
-        The tasks by name, groups taken apart.
+        What the harness's `evaluate` takes: tasks and groups by name.
 
     Raises:
         FileError: The data of a task cannot be reached.
         UnsupportedError: A task runs code that the model writes.
         UsageError: A definition is not valid.
     """
-    tasks: dict[str, Any] = {}
-    for name in names:
-        try:
-            tasks.update(manager.load([name])["tasks"])
-        except OSError as error:
-            raise FileError(
-                f"The data of task `{name}` cannot be reached",
-                got=_first_line(error),
-                accepted="a network connection, data that was fetched before, or a task over local files",
-                hint="fetch it once where there is a network, or write a local task: see docs/guides/eval.md",
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-            raise UsageError(f"Task `{name}` cannot be loaded", got=_first_line(error)) from error
-    unsafe = [name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)]
+    try:
+        loaded: dict[str, Any] = manager.load(list(names))
+    except OSError as error:
+        raise FileError(
+            "The data of a task cannot be reached",
+            got=_first_line(error),
+            accepted="a network connection, data that was fetched before, or a task over local files",
+            hint="fetch it once where there is a network, or write a local task: see docs/guides/eval.md",
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise UsageError("A task cannot be loaded", got=_first_line(error)) from error
+    unsafe = [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe:
         raise UnsupportedError(
             "The task runs code that the model writes, which preft does not do",
             got=", ".join(f"`{name}`" for name in unsafe),
             hint="generate with `preft generate`, and run the code where it can do no harm",
         )
-    return tasks
+    return loaded
+
+
+def prepare_tasks(loaded: Mapping[str, Any], *, num_fewshot: int | None, seed: int) -> None:
+    """Sets every task to its first state, so that each arm gets the same prompts.
+
+    Args:
+        loaded: From `load_tasks`.
+        num_fewshot: Examples in the prompt, or None for each task's own number. A task that says 0 keeps it, as in
+            the harness.
+        seed: Of the choice of examples.
+    """
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if num_fewshot is not None and own != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif own is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=seed)
 
 
 def _match(manager: TaskManager, names: Sequence[str]) -> dict[str, list[str]]:

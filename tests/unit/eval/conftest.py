@@ -95,8 +95,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_data_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keeps the data library out of the user's cache, and the harness from running programs to describe the machine."""
+    """Keeps the data library out of the user's cache."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
-    pytest.importorskip("lm_eval")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)

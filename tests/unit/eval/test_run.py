@@ -56,6 +56,8 @@ def test_base_is_the_harness_exactly(evaluation: Evaluation, tiny_llama: Path, t
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=0,
     )
+    results = evaluation.document["arms"]["base"]["results"]
+    assert results["tiny_choice"]["acc,none"] == stock["results"]["tiny_choice"]["acc,none"]
     for task in TASKS:
         ours, theirs = evaluation.samples["base"][task], stock["samples"][task]
         assert [sample["resps"] for sample in ours] == [sample["resps"] for sample in theirs]
@@ -110,6 +112,9 @@ def test_a_conversation_with_examples(tiny_llama: Path, adapters: dict[str, Path
         apply_chat_template=True,
     )
     found = evaluate(spec)
+    for task in spec.tasks:
+        prompts = [[sample["prompt_hash"] for sample in arm[task]] for arm in found.samples.values()]
+        assert prompts[0] == prompts[1]
     assert found.document["chat_template_sha256"]
     prompt = found.samples["lorap"]["tiny_write"][0]["arguments"][0][0]
     assert prompt.count("<|im_start|>user") == 3

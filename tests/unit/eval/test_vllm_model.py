@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,3 +148,30 @@ def test_the_base_arm_is_the_harness(engine: PreftVLLM, tiny_llama: Path) -> Non
         [score for score, _ in stock.loglikelihood(scored, True)], abs=TOLERANCE
     )
     engine._waiting.clear()
+
+
+@pytest.mark.full
+def test_both_engines_agree_on_two_hundred_examples(engine: PreftVLLM, plain: PreftHFLM) -> None:
+    """Mixed requests under every arm; prints how far the scores are apart."""
+    draw = random.Random(5)
+    words = ["apple", "river", "cloud", "stone", "bird", "lamp", "seven", "quick", "zebra", "?!"]
+
+    def text(count: int) -> str:
+        return " ".join(draw.choices(words, k=count))
+
+    scored = instances(
+        "loglikelihood", [(text(draw.randint(1, 20)), f" {text(draw.randint(1, 6))}") for _ in range(90)]
+    )
+    whole = instances("loglikelihood_rolling", [(text(draw.randint(1, 40)),) for _ in range(30)])
+    prompts = [text(draw.randint(1, 20)) for _ in range(80)]
+    written = instances("generate_until", [(prompt, {"until": ["zz"], "max_gen_toks": 8}) for prompt in prompts])
+    apart = 0.0
+    for arm in EVERY:
+        engine.use_arm(arm)
+        plain.use_arm(arm)
+        ours = [*(score for score, _ in engine.loglikelihood(scored)), *engine.loglikelihood_rolling(whole)]
+        theirs = [*(score for score, _ in plain.loglikelihood(scored)), *plain.loglikelihood_rolling(whole)]
+        apart = max(apart, *(abs(one - other) for one, other in zip(ours, theirs, strict=True)))
+        assert engine.generate_until(written) == plain.generate_until(written)
+    print(f"largest difference of a log-likelihood: {apart:.2e}")
+    assert apart < TOLERANCE
