@@ -55,10 +55,14 @@ def save_evaluation(evaluation: Evaluation, folder: Path, *, log_samples: bool =
 
 
 def dump(value: Any, *, indent: int | None = None) -> str:
-    """JSON of what the harness reports, which holds functions and numbers of other libraries."""
+    """JSON of what the harness reports, which holds functions and numbers of other libraries.
+
+    Numbers that JSON does not have, such as an infinite perplexity, become null.
+    """
     from lm_eval.utils import handle_non_serializable
 
-    return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
+    text = json.dumps(value, default=handle_non_serializable, ensure_ascii=False)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent, ensure_ascii=False)
 
 
 def _sample(sample: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from preft import load_adapter
 from preft.errors import FileError, UsageError
-from preft.eval.files import RESULTS, require_free, save_evaluation
+from preft.eval.files import RESULTS, dump, require_free, save_evaluation
 from preft.eval.run import EvalSpec, Evaluation, evaluate
 from preft.eval.tasks import find_tasks, load_tasks
 from tests.unit.eval.conftest import ARMS
@@ -97,6 +97,29 @@ def test_the_files_are_the_harness_s(evaluation: Evaluation, tmp_path: Path) -> 
     with pytest.raises(FileError, match="earlier evaluation"):
         require_free(tmp_path)
     require_free(tmp_path, force=True)
+
+
+def test_numbers_that_json_does_not_have_become_null() -> None:
+    assert dump({"a": float("inf"), "b": [float("nan"), 1.5], "c": len}).startswith(
+        '{"a": null, "b": [null, 1.5], "c": '
+    )
+
+
+def test_the_models_serve_the_harness_s_own_entry(
+    evaluation: Evaluation, tiny_llama: Path, adapters: dict[str, Path], tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, from `simple_evaluate`, as the guide shows."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    found = lm_eval.simple_evaluate(
+        model="preft-hf",
+        model_args={"pretrained": str(tiny_llama), "adapter": str(adapters["lorap"]), "dtype": "float32"},
+        tasks=["tiny_choice"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    ours = [sample["resps"] for sample in evaluation.samples["lorap"]["tiny_choice"]]
+    assert [sample["resps"] for sample in found["samples"]["tiny_choice"]] == ours
+    assert found["config"]["arm"] == "lorap"
 
 
 def test_a_conversation_with_examples(tiny_llama: Path, adapters: dict[str, Path], tasks: Path) -> None:
