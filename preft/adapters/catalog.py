@@ -16,6 +16,7 @@ from preft.adapters.manifest import MANIFEST_NAME
 from preft.errors import FileError, UnknownAdapterError, UsageError
 
 MAX_NAME_LENGTH = 128
+_PEFT_CONFIG = "adapter_config.json"
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _ACCEPTED = f"1 to {MAX_NAME_LENGTH} characters from A-Z a-z 0-9 . _ -, the first and last a letter or digit, no `..`"
 
@@ -55,16 +56,25 @@ def split_name_path(text: str) -> tuple[str, Path]:
 def scan_root(root: Path | str) -> dict[str, Path]:
     """Finds the adapters directly below a folder: subfolders that hold a manifest, by folder name.
 
+    PEFT adapters are found too, so that whoever reads them says that they are to be converted first.
+
     Links are not followed out of the root: a subfolder whose real path lies outside is refused.
 
     Raises:
         FileError: The root cannot be read, or a subfolder leaves it.
-        UsageError: A subfolder's name is not a valid adapter name, or two names differ only in case.
+        UsageError: The root is itself an adapter, a subfolder's name is not a valid adapter name, or two names
+            differ only in case.
     """
     root = Path(root)
+    if _is_adapter(root):
+        raise UsageError(
+            f"The adapter root `{root}` is itself an adapter",
+            accepted="a folder whose subfolders are adapters",
+            hint=f"name its parent, or this one alone: `--adapter NAME={root}`",
+        )
     try:
         real_root = root.resolve(strict=True)
-        folders = sorted(entry for entry in root.iterdir() if (entry / MANIFEST_NAME).exists())
+        folders = sorted(entry for entry in root.iterdir() if _is_adapter(entry))
     except OSError as error:
         raise FileError(f"The adapter root `{root}` cannot be read", got=error.strerror or str(error)) from None
     found: dict[str, Path] = {}
@@ -72,11 +82,24 @@ def scan_root(root: Path | str) -> dict[str, Path]:
         name = require_name(folder.name)
         if not is_inside(folder, real_root):
             raise FileError(f"The adapter folder `{folder}` is a link that leaves the root `{root}`")
-        twin = next((other for other in found if other.casefold() == name.casefold()), None)
-        if twin is not None:
-            raise UsageError(f"Two adapter names differ only in case: `{twin}` and `{name}`")
+        require_no_twin(name, found)
         found[name] = folder
     return found
+
+
+def require_no_twin(name: str, others: Iterable[str]) -> None:
+    """Refuses a name that another one differs from only in case: one would be taken for the other.
+
+    Raises:
+        UsageError: There is such a name.
+    """
+    twin = next((other for other in others if other != name and other.casefold() == name.casefold()), None)
+    if twin is not None:
+        raise UsageError(f"Two adapter names differ only in case: `{twin}` and `{name}`")
+
+
+def _is_adapter(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (MANIFEST_NAME, _PEFT_CONFIG))
 
 
 def is_inside(path: Path, root: Path) -> bool:

@@ -36,6 +36,8 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 MAX_ATTACHED = 8
 """Adapters that lie in the model at once; the least recently used one makes room."""
 _NO_LIMIT = 1 << 30
+_GREEDY = 1e-5
+"""Temperature up to which sampling is greedy, as in vLLM; logits divided by less would overflow."""
 
 
 class HFEngine:
@@ -255,7 +257,7 @@ class _Sampler:
         """The next token and its log-probability under the model, before the temperature."""
         import torch
 
-        if self._temperature > 0:
+        if self._temperature > _GREEDY:
             weights = (logits / self._temperature).softmax(-1)
             token = int(torch.multinomial(weights, 1, generator=self._generator))
         else:

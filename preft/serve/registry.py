@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from preft.adapters.adapter import Adapter
-from preft.adapters.catalog import require_name, unknown_adapter
+from preft.adapters.catalog import require_name, require_no_twin, unknown_adapter
 from preft.adapters.fingerprint import BaseFingerprint
 from preft.adapters.manifest import Manifest
 from preft.adapters.store import load_adapter
@@ -88,10 +88,11 @@ class AdapterRegistry:
         """Checks an adapter and registers it, replacing what the name meant.
 
         Raises:
-            UsageError: The name is not acceptable.
+            UsageError: The name is not acceptable, or differs from another only in case.
             PreftError: The adapter cannot be served; the name keeps its meaning.
         """
         require_name(name, reserved=self._reserved)
+        require_no_twin(name, self._entries)
         folder = Path(source).resolve()
         adapter = load_adapter(folder)
         self._require_servable(adapter)

@@ -21,6 +21,7 @@ import pytest
 from preft.adapters.adapter import Adapter
 from preft.data.requests import GenerationResult
 from tests.helpers.engines import BLOCK, CHUNK, Oracle, prompt_of, request_of, save_all
+from tests.helpers.oracle import oracle_prompt_logprobs
 from tests.helpers.tiny import random_adapter
 
 pytestmark = pytest.mark.engine
@@ -56,10 +57,10 @@ class Server:
             return answer.status, json.loads(text)
         return answer.status, text
 
-    def complete(self, model: str, prompt: Sequence[int], **fields: object) -> tuple[int, Any]:
+    def complete(self, model: str, prompt: Sequence[int] | str, **fields: object) -> tuple[int, Any]:
         body = {
             "model": model,
-            "prompt": list(prompt),
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": TOKENS,
             "temperature": 0,
             "ignore_eos": True,
@@ -353,6 +354,80 @@ def test_without_the_key_nothing_is_told(server: Server) -> None:
     arguments = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     assert arguments
     assert all(KEY not in Path(f"/proc/{pid}/cmdline").read_text() for pid in arguments)
+
+
+def test_log_probabilities_of_an_echoed_prompt_in_one_batch(server: Server, oracle: Oracle) -> None:
+    requests = [
+        request_of(f"{name}", prompt_of(9, 50 + i), name, TOKENS) for i, name in enumerate([None, "lorap", "lora"])
+    ]
+
+    def ask(request: Any, **fields: object) -> Any:
+        status, answer = server.complete(request.adapter or "base", request.prompt_token_ids, logprobs=0, **fields)
+        assert status == 200, answer
+        return answer["choices"][0]
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        echoed = list(pool.map(lambda request: ask(request, echo=True), requests))
+    for request, choice in zip(requests, echoed, strict=True):
+        alone, length = ask(request), len(request.prompt_token_ids)
+        expected = oracle_prompt_logprobs(oracle.model, oracle.spec(request), request.prompt_token_ids)
+        found = choice["logprobs"]["token_logprobs"]
+        assert found[1:length] == pytest.approx(expected, abs=2e-3)
+        assert found[length:] == pytest.approx(alone["logprobs"]["token_logprobs"], abs=2e-3)
+        assert choice["text"].endswith(alone["text"])
+
+
+def test_an_answer_ends_at_a_stop_string_or_keeps_to_a_choice(server: Server) -> None:
+    prompt = prompt_of(10, 50)
+    for model in ("base", "lorap", "lora"):
+        whole = server.complete(model, prompt)[1]["choices"][0]["text"]
+        stop = whole[3:5]
+        for stream in (False, True):
+            status, answer = server.complete(model, prompt, stop=[stop], stream=stream)
+            assert status == 200, answer
+            if stream:
+                events = [line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: {")]
+                text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+            else:
+                text = answer["choices"][0]["text"]
+            assert text == whole.partition(stop)[0]
+        fields = {"structured_outputs": {"choice": ["left", "right"]}, "ignore_eos": False, "max_tokens": 30}
+        # A readable prompt: after bytes that are no text, vLLM puts them before the answer.
+        status, answer = server.complete(model, "which way is it now", **fields)
+        assert status == 200, answer
+        assert answer["choices"][0]["text"] in ("left", "right")
+
+
+def _running(server: Server) -> float:
+    text = server.ask("GET", "/metrics")[1]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting{"))
+    ]
+    assert len(lines) >= 2
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+@pytest.mark.parametrize(("count", "wait_s"), [(1, 0.0), (1, 0.5), (100, 0.3)])
+def test_clients_that_go_away_leave_nothing(server: Server, count: int, wait_s: float) -> None:
+    before = server.complete("lorap", [5, 6, 7])[1]["choices"]
+    connections = []
+    for i in range(count):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
+        body = {"model": ("lorap", "ends", "lora", "base")[i % 4], "prompt": prompt_of(i, 90), "max_tokens": 300}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        connection.request("POST", "/v1/completions", json.dumps({**body, "ignore_eos": True, "stream": True}), headers)
+        connections.append(connection)
+    time.sleep(wait_s)
+    for connection in connections:
+        connection.close()
+
+    deadline = time.monotonic() + ANSWER_S
+    while _running(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert server.complete("lorap", [5, 6, 7])[1]["choices"] == before
 
 
 def test_an_adapter_that_vanishes_fails_alone(server: Server, root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -132,6 +133,11 @@ def test_one_bad_request_fails_alone(engine: Any) -> None:
         "too long": (request("lorap", tuple(range(512))), "RequestError"),
         "no token": (request("lorap", (1, 512)), "RequestError"),
         "none asked": (request("lorap", max_tokens=0), "RequestError"),
+        "cold": (request("lorap", temperature=-1.0), "RequestError"),
+        "no number": (request("lorap", temperature=math.nan), "RequestError"),
+        "endless": (request("lorap", temperature=math.inf), "RequestError"),
+        "seed": (request("lorap", temperature=1.0, seed=1 << 70), "RequestError"),
+        "logprobs": (request("lorap", num_logprobs=-2), "RequestError"),
         "boundary": (request("lorap", boundary=22), "UsageError"),
         "base": (request(None, boundary=3), "RequestError"),
     }
@@ -174,6 +180,11 @@ def test_an_end_token_ends_an_output_and_has_no_text(engine: Any) -> None:
     assert ignored.token_ids == free.token_ids
     assert engine._ends == {2}
     assert free.text == engine.tokenizer.decode(free.token_ids, skip_special_tokens=True)
+
+
+def test_a_temperature_of_next_to_nothing_is_greedy(engine: Any) -> None:
+    tiny, greedy = engine.generate([request("lorap", temperature=1e-45), replace(request("lorap"), id="greedy")])
+    assert tiny.token_ids == greedy.token_ids
 
 
 def test_sampling_repeats_with_its_seed(engine: Any) -> None:

@@ -57,6 +57,18 @@ def test_a_root_holds_the_folders_that_have_a_manifest(root: Path) -> None:
     assert scan_root(root) == {"alice": root / "alice", "bob": root / "bob"}
 
 
+def test_a_root_that_is_an_adapter_is_refused(root: Path) -> None:
+    with pytest.raises(UsageError, match="is itself an adapter") as caught:
+        scan_root(root / "alice")
+    assert "--adapter NAME=" in str(caught.value.hint)
+
+
+def test_a_peft_adapter_is_not_passed_over(root: Path) -> None:
+    (root / "unconverted").mkdir()
+    (root / "unconverted" / "adapter_config.json").write_text("{}")
+    assert list(scan_root(root)) == ["alice", "bob", "unconverted"]
+
+
 def test_a_link_that_leaves_the_root_is_refused(root: Path, tmp_path: Path, tiny_llama: Path) -> None:
     save_adapter(random_adapter(tiny_llama, seed=2, targets=("q_proj",)), tmp_path / "outside")
     (root / "eve").symlink_to(tmp_path / "outside")

@@ -233,3 +233,11 @@ async def answer(kind: str, path: str, header: str | None) -> int:
     scope = {"type": kind, "path": path, "headers": headers, "method": "GET"}
     await KeyMiddleware(ClosedMiddleware(app), ["one", "two"])(scope, None, send)  # type: ignore[arg-type]
     return int(sent[0].get("status") or sent[0]["code"])
+
+
+def test_a_name_that_differs_from_another_in_case_alone_is_refused(
+    registry: AdapterRegistry, folders: dict[str, str]
+) -> None:
+    with pytest.raises(UsageError, match="only in case"):
+        registry.register("Alice", folders["alice"])
+    registry.register("alice", folders["alice"])
