@@ -9,6 +9,7 @@ from typing import Any
 from preft.errors import AdapterError
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]')
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _COLON = re.compile(r"\s*:")
 
 
@@ -56,9 +57,24 @@ def parse_json_object(data: bytes, name: str) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"`{name}` is not valid JSON", got=str(error)) from None
+    if _SURROGATE.search(text) and not _is_text(value):
+        raise AdapterError(
+            f"`{name}` is not valid JSON",
+            got="an escape `\\ud800` to `\\udfff` without its other half",
+            accepted="pairs of them, or the character itself",
+        )
     if not isinstance(value, dict):
         raise AdapterError(f"`{name}` does not hold a JSON object", got=type(value).__name__)
     return value
+
+
+def _is_text(value: Any) -> bool:
+    """Whether every text in a parsed value is one: half of a surrogate pair cannot be printed or tokenised."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _locate_duplicate(text: str, key: str) -> str:

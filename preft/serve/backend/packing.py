@@ -77,7 +77,8 @@ class Packer:
         """Packs one adapter.
 
         Raises:
-            AdapterError: A site has no module here, another shape than its module, or too large a rank.
+            AdapterError: A site has no module here, another shape than its module, too large a rank, or numbers that
+                overflow in the engine's number type.
         """
         manifest = adapter.manifest
         manifest.require_rank(self.max_rank)
@@ -120,6 +121,14 @@ class Packer:
             )
         return found
 
+    def _overflow(self, site: Site, largest: float) -> AdapterError:
+        return AdapterError(
+            f"The numbers of the site `{site.path}` do not fit the engine's number type",
+            got=f"values up to {largest:.3g}, scale included",
+            accepted=f"the range of {str(self.dtype).removeprefix('torch.')}",
+            hint="start the engine with `--dtype bfloat16` or `--dtype float32`",
+        )
+
     def _pack_module(self, adapter: Adapter, module: ModuleInfo, members: dict[int, Site]) -> PackedSite:
         downs: list[torch.Tensor] = []
         biases: list[torch.Tensor] = []
@@ -135,7 +144,10 @@ class Packer:
             downs.append(down)
             if numbers.bias is not None:
                 biases.append(numbers.bias.float())
-            parts.append(UpPart(columns[position], rank_start, up.t().to(self.dtype).contiguous()))
+            up_t = up.t().to(self.dtype).contiguous()
+            if not bool(up_t.isfinite().all()) or not bool(down.to(self.dtype).isfinite().all()):
+                raise self._overflow(site, max(float(down.abs().max()), float(up.abs().max())))
+            parts.append(UpPart(columns[position], rank_start, up_t))
             rank_start += site.rank
         down_t = torch.cat(downs).t().to(self.dtype).contiguous()
         bias = torch.cat(biases).to(self.dtype) if biases else None

@@ -131,6 +131,16 @@ def test_what_is_not_an_object_is_refused(text: str) -> None:
         parse_json_object(text.encode(), "preft.json")
 
 
+@pytest.mark.parametrize("text", [r'{"a": ["\ud800"]}', r'{"\uDFFF": 1}', r'{"a": "\udc00\ud83d"}'])
+def test_half_a_character_is_refused(text: str) -> None:
+    with pytest.raises(AdapterError, match="other half"):
+        parse_json_object(text.encode(), "preft.json")
+
+
+def test_a_whole_character_in_two_escapes_is_read() -> None:
+    assert parse_json_object(rb'{"a": "\ud83d\ude00", "b": "\\ud800"}', "x") == {"a": "\U0001f600", "b": "\\ud800"}
+
+
 def test_a_byte_order_mark_is_read_over() -> None:
     assert parse_json_object(b'\xef\xbb\xbf{"a": 1}', "x") == {"a": 1}
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from preft.adapters.adapter import Adapter
 from preft.adapters.fingerprint import fingerprint_base
@@ -19,16 +20,18 @@ from preft.types import SiteKind
 from tests.helpers.tiny import linear_sizes, random_adapter
 
 
-@pytest.fixture
-def tier(tiny_llama: Path) -> HostTier:
-    import torch
-
+def tier_of(tiny_llama: Path, dtype: torch.dtype) -> HostTier:
     modules = [
         ModuleInfo(index, path, SiteKind.LINEAR, (path,), sizes[0], (sizes[1],), None)
         for index, (path, sizes) in enumerate(linear_sizes(tiny_llama).items())
     ]
-    packer = Packer(modules, lambda path: path, torch.float32, 64)
+    packer = Packer(modules, lambda path: path, dtype, 64)
     return HostTier(packer, fingerprint_base(tiny_llama), allow_base_mismatch=False)
+
+
+@pytest.fixture
+def tier(tiny_llama: Path) -> HostTier:
+    return tier_of(tiny_llama, torch.float32)
 
 
 @pytest.fixture
@@ -92,3 +95,16 @@ def test_other_weights_than_were_registered_are_a_reported_failure(
     tier.obey(LoadOrders(load=(reference.encode(),)))
 
     assert "digest" in settle(tier)[1][reference.digest]
+
+
+@pytest.mark.parametrize(("strength", "scale"), [(1e5, 1.0), (1.0, 1e6)])
+def test_numbers_that_overflow_in_the_engines_type_are_a_reported_failure(
+    tiny_llama: Path, tmp_path: Path, strength: float, scale: float
+) -> None:
+    adapter = random_adapter(tiny_llama, seed=3, targets=("q_proj",), strength=strength, scale=scale)
+    save_adapter(adapter, tmp_path / "large")
+    large = AdapterReference(adapter.digest, adapter.manifest.positions, str(tmp_path / "large"))
+
+    assert tier_of(tiny_llama, torch.bfloat16).prefetch([large]) == {}
+    failed = tier_of(tiny_llama, torch.float16).prefetch([large])
+    assert "do not fit the engine's number type" in failed[adapter.digest]
