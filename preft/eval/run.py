@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from preft.adapters.adapter import Adapter
 from preft.adapters.store import load_adapter
 from preft.config.progress import Progress, stage
-from preft.errors import UnsupportedError, UsageError
+from preft.errors import EngineError, PreftError, UnsupportedError, UsageError
 from preft.eval.arms import BASE, Failure, read_adapters
 from preft.eval.pairing import Comparison, compare_arms
 from preft.models.locate import locate_model
@@ -110,6 +110,8 @@ def evaluate(spec: EvalSpec, *, progress: Progress | None = None) -> Evaluation:
     pairs = _require_pairs(spec.compare or tuple((BASE, name) for name in paths), arms)
     if spec.engine not in ENGINES:
         raise UsageError("`--engine` is not valid", got=f"`{spec.engine}`", accepted=", ".join(ENGINES))
+    if spec.limit is not None and not spec.limit > 0:
+        raise UsageError("`--limit` is not valid", got=f"{spec.limit:g}", accepted="more than 0")
     _require_harness()
     folder = locate_model(spec.model, progress=progress)
     adapters = {name: load_adapter(path) for name, path in paths.items()}
@@ -239,7 +241,7 @@ def _score(
     np.random.seed(spec.seed)
     torch.manual_seed(spec.seed)
     # On vLLM the engine reports each request itself; a stage around that would be cut short by it.
-    with stage(progress if spec.engine == "hf" else None, f"Scoring {arm}"):
+    with _harness_errors(), stage(progress if spec.engine == "hf" else None, f"Scoring {arm}"):
         results: dict[str, Any] = lm_eval.evaluate(
             lm=lm,
             task_dict=loaded,
@@ -252,6 +254,20 @@ def _score(
         )
     kept = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
     return {**{key: results[key] for key in kept if key in results}, "samples": results["samples"]}
+
+
+@contextlib.contextmanager
+def _harness_errors() -> Iterator[None]:
+    """Makes an error of ours of what the harness refuses; the cause stays attached."""
+    try:
+        yield
+    except PreftError:
+        raise
+    except (ValueError, AssertionError, NotImplementedError, KeyError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise EngineError(
+            "The harness cannot run the tasks", got=f"{type(error).__name__}: {lines[0][:200]}"
+        ) from error
 
 
 def _identity(adapter: Adapter | None, path: Path | None) -> dict[str, Any]:

@@ -26,16 +26,16 @@ from preft.data.requests import GenerationRequest, GenerationResult
 from preft.errors import PreftError, UnsupportedError, UsageError
 from preft.eval.arms import BASE, Failure, adapter_of, read_adapters, require_arm
 from preft.eval.ranked import RankedEngine, RankedResult
+from preft.eval.rounds import Job, run_rounds
 from preft.eval.windows import Window, prompt_window, scoring_window
 from preft.models.locate import locate_model
-from preft.serve.engine import failed_result
 from preft.serve.settings import EngineSettings
 
 _MAX_NEW_TOKENS = 256
 """The harness's default for tasks that do not say."""
 _UNDERSTOOD = frozenset({"until", "max_gen_toks", "do_sample", "temperature"})
 
-Builder = Callable[[str, str | None], GenerationRequest]
+Builder = Callable[[str, str | None], Job]
 """Makes a request of an id and an adapter's name."""
 
 
@@ -172,10 +172,10 @@ class PreftVLLM(TemplateLM):
         for request in requests:
             prompt, settings = request.args
             settings = normalize_gen_kwargs(settings, self.max_gen_toks)
-            stops.append(handle_stop_sequences(settings.get("until"), eos=end))
             _require_understood(settings)
             key = json.dumps([prompt, settings], sort_keys=True, default=str)
-            builders.append((key, self._generation(prompt, settings)))
+            stops.append(handle_stop_sequences(settings.get("until"), eos=end))
+            builders.append((key, self._generation(prompt, settings, tuple(stops[-1]))))
         results = self._answers(builders, requests)
         texts = (self.tok_decode(list(result.token_ids)) for result in results)
         return [
@@ -183,16 +183,15 @@ class PreftVLLM(TemplateLM):
             for text, stop in zip(texts, stops, strict=True)
         ]
 
-    def _generation(self, prompt: str, settings: Mapping[str, Any]) -> Builder:
+    def _generation(self, prompt: str, settings: Mapping[str, Any], stops: tuple[str, ...]) -> Builder:
         count = int(settings["max_gen_toks"])
         temperature = float(settings.get("temperature") or 0.0) if settings.get("do_sample") else 0.0
-        return lambda name, adapter: GenerationRequest(
-            name,
-            prompt_window(self.tok_encode(prompt), count, self.max_length),
-            adapter,
-            max_tokens=count,
-            temperature=temperature,
-        )
+
+        def build(name: str, adapter: str | None) -> Job:
+            tokens = prompt_window(self.tok_encode(prompt), count, self.max_length)
+            return Job(GenerationRequest(name, tokens, adapter, max_tokens=count, temperature=temperature), stops)
+
+        return build
 
     def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
         windows = [scoring_window(context, continuation, self.max_length) for _, context, continuation in requests]
@@ -202,13 +201,15 @@ class PreftVLLM(TemplateLM):
         """Log-probability of each window's end, and whether greedy decoding would have made it."""
 
         def builder(window: Window) -> Builder:
-            return lambda name, adapter: GenerationRequest(
-                name,
-                window.tokens,
-                adapter,
-                boundary=window.boundary if adapter is not None else None,
-                max_tokens=1,
-                want_prompt_logprobs=True,
+            return lambda name, adapter: Job(
+                GenerationRequest(
+                    name,
+                    window.tokens,
+                    adapter,
+                    boundary=window.boundary if adapter is not None else None,
+                    max_tokens=1,
+                    want_prompt_logprobs=True,
+                )
             )
 
         builders = [
@@ -252,16 +253,15 @@ class PreftVLLM(TemplateLM):
 
     def _run(self, missing: Sequence[tuple[tuple[str, str, int], Builder]]) -> None:
         """Answers requests in one batch, and keeps the answers."""
-        requests: list[GenerationRequest] = []
+        jobs: list[Job] = []
         for index, (place, builder) in enumerate(missing):
             adapter = adapter_of(place[0])
             try:
-                requests.append(builder(f"{index}", adapter))
+                jobs.append(builder(f"{index}", adapter))
             except PreftError as error:
-                self._waiting[place] = failed_result(GenerationRequest(f"{index}", (), adapter), error)
-        if requests:
-            for result in self._engine.generate(requests, progress=self._progress):
-                self._waiting[missing[int(result.id)][0]] = result
+                self._waiting[place] = GenerationResult(f"{index}", adapter, None, (), 0, error=error.to_dict())
+        for result in run_rounds(self._engine, jobs, self.tok_decode, progress=self._progress):
+            self._waiting[missing[int(result.id)][0]] = result
 
 
 def _require_understood(settings: Mapping[str, Any]) -> None:

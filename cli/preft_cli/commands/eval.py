@@ -73,7 +73,7 @@ def evaluate(
         int | None, typer.Option("--max-length", min=2, help="Tokens of input. Default: the model's limit.")
     ] = None,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Adapters in one step of the vLLM engine.")] = 8,
-    seed: Annotated[int, typer.Option("--seed", help="Of few-shot choices, sampling and statistics.")] = 1234,
+    seed: Annotated[int, typer.Option("--seed", help="Of few-shot choices and statistics.")] = 1234,
     allow_base_mismatch: AllowBaseMismatch = False,
     force: Force = False,
     as_json: Json = False,

@@ -192,6 +192,8 @@ def test_wrong_names_are_refused_before_anything_is_loaded(
     for pair in (("base", "absent"), ("lora", "lora")):
         with pytest.raises(UsageError, match="arms to compare"):
             evaluate(EvalSpec(str(tiny_llama), adapters, TASKS, compare=(pair,), include_path=tasks))
+    with pytest.raises(UsageError, match="`--limit`"):
+        evaluate(EvalSpec(str(tiny_llama), adapters, TASKS, limit=0, include_path=tasks))
     with pytest.raises(UsageError, match="`--engine`"):
         evaluate(EvalSpec(str(tiny_llama), adapters, TASKS, engine="other", include_path=tasks))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from preft.data.requests import GenerationRequest
 from preft.errors import UnsupportedError, UsageError
 from preft.eval.models import PreftHFLM, PreftVLLM
+from preft.eval.rounds import Job, run_rounds
 from tests.unit.eval.conftest import ARMS
 from tests.unit.eval.test_hf_model import PAIRS, TOLERANCE, instances
 
@@ -148,6 +150,28 @@ def test_the_base_arm_is_the_harness(engine: PreftVLLM, tiny_llama: Path) -> Non
         [score for score, _ in stock.loglikelihood(scored, True)], abs=TOLERANCE
     )
     engine._waiting.clear()
+
+
+def test_rounds_change_nothing_but_end_at_a_stop(engine: PreftVLLM) -> None:
+    """An output in rounds of two tokens is the output in one go, under every arm."""
+    prompt = tuple(engine.tok_encode("The river near the stone is"))
+    for arm in EVERY:
+        adapter = None if arm == "base" else arm
+        whole = GenerationRequest("whole", prompt, adapter, max_tokens=21, ignore_eos=True)
+        (expected,) = engine._engine.generate([whole])
+        (found,) = run_rounds(engine._engine, [Job(whole)], engine.tok_decode, first_round=2)
+        assert found.token_ids == expected.token_ids
+        assert found.prompt_token_ids == prompt
+        assert (found.finish_reason, found.boundary) == (expected.finish_reason, expected.boundary)
+        if arm in ("lorap", "direftp"):
+            # Going on with the output as part of the prompt is another request: the boundary is what keeps it right.
+            longer = replace(whole, prompt_token_ids=(*prompt, *expected.token_ids[:10]), max_tokens=11)
+            (wrong,) = engine._engine.generate([longer])
+            assert wrong.token_ids != expected.token_ids[10:]
+        stop = engine.tok_decode(list(expected.token_ids))[:3]
+        (short,) = run_rounds(engine._engine, [Job(whole, (stop,))], engine.tok_decode, first_round=2)
+        assert len(short.token_ids) < 21
+        assert engine.tok_decode(list(short.token_ids)).startswith(stop)
 
 
 @pytest.mark.full
