@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
         UnsupportedError: A task runs code that the model writes.
         UsageError: A definition is not valid.
     """
+    # Before loading: what scores such a task is itself code that the harness would fetch.
+    _refuse_code(name for name in names if _says_unsafe(manager, name))
     try:
         loaded: dict[str, Any] = manager.load(list(names))
     except OSError as error:
@@ -72,14 +74,24 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> dict[str, Any]:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise UsageError("A task cannot be loaded", got=_first_line(error)) from error
-    unsafe = [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
-    if unsafe:
+    _refuse_code(name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False))
+    return loaded
+
+
+def _says_unsafe(manager: TaskManager, name: str) -> bool:
+    """Whether a task's own definition says that it runs code; groups are seen when they are loaded."""
+    definition = getattr(manager.task_index.get(name), "cfg", None) or {}
+    return bool(definition.get("unsafe_code"))
+
+
+def _refuse_code(names: Iterable[str]) -> None:
+    found = sorted(names)
+    if found:
         raise UnsupportedError(
             "The task runs code that the model writes, which preft does not do",
-            got=", ".join(f"`{name}`" for name in unsafe),
+            got=", ".join(f"`{name}`" for name in found),
             hint="generate with `preft generate`, and run the code where it can do no harm",
         )
-    return loaded
 
 
 def prepare_tasks(loaded: Mapping[str, Any], *, num_fewshot: int | None, seed: int) -> None:

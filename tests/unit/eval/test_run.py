@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from preft import load_adapter
-from preft.errors import FileError, UsageError
+from preft.errors import FileError, UnsupportedError, UsageError
 from preft.eval.files import RESULTS, dump, require_free, save_evaluation
 from preft.eval.run import EvalSpec, Evaluation, evaluate
 from preft.eval.tasks import find_tasks, load_tasks
@@ -221,4 +221,12 @@ def test_data_that_cannot_be_reached_is_an_error_of_its_own(tasks: Path, tmp_pat
     (tmp_path / "choice.yaml").write_text(text)
     manager, names = find_tasks(["tiny_choice"], tmp_path)
     with pytest.raises(FileError, match="cannot be reached"):
+        load_tasks(manager, names)
+
+
+def test_a_task_that_runs_written_code_is_refused_before_it_is_loaded(tasks: Path, tmp_path: Path) -> None:
+    text = (tasks / "write.yaml").read_text().replace("rows.jsonl", "absent.jsonl") + "unsafe_code: true\n"
+    (tmp_path / "write.yaml").write_text(text)
+    manager, names = find_tasks(["tiny_write"], tmp_path)
+    with pytest.raises(UnsupportedError, match="runs code"):
         load_tasks(manager, names)
