@@ -58,17 +58,38 @@ def check_boundary(arguments: Mapping[str, object] | None, policy: Policy | None
         RequestError: It names an argument that preft does not know, or a boundary with the base model.
         UsageError: The boundary is not an integer from 0 to the prompt's length.
     """
-    ours = {key: value for key, value in (arguments or {}).items() if key.partition("_")[0] == _OURS}
-    for key in ours:
-        if key != BOUNDARY_ARGUMENT:
+    arguments = arguments or {}
+    for key in arguments:
+        if _is_ours(key) and key != BOUNDARY_ARGUMENT:
             raise RequestError(f"The argument `{key}` is not known", accepted=f"`{BOUNDARY_ARGUMENT}`")
-    if BOUNDARY_ARGUMENT not in ours:
+    if BOUNDARY_ARGUMENT not in arguments:
         return
     if policy is None:
         raise RequestError(
             f"`{BOUNDARY_ARGUMENT}` was given without an adapter", hint="name an adapter as `model`, or leave it out"
         )
-    resolve_boundary(prompt_length, ours[BOUNDARY_ARGUMENT])
+    resolve_boundary(prompt_length, arguments[BOUNDARY_ARGUMENT])
+
+
+def check_fields(extra: Mapping[str, object] | None) -> None:
+    """Checks the fields of a body that vLLM does not know, which it would ignore.
+
+    Args:
+        extra: Those fields.
+
+    Raises:
+        RequestError: One was meant for preft: a boundary in the wrong place would be no boundary.
+    """
+    for key in extra or {}:
+        if _is_ours(key) or key == "boundary":
+            raise RequestError(
+                f"The field `{key}` is not known",
+                hint=f'give the boundary as "vllm_xargs": {{"{BOUNDARY_ARGUMENT}": N}}',
+            )
+
+
+def _is_ours(key: str) -> bool:
+    return key.casefold().startswith(_OURS)
 
 
 def check_beam_search(policy: Policy | None) -> None:
@@ -154,6 +175,7 @@ class PreftOnlineRenderer(OnlineRenderer):
     def _preft_check(self, request: Any, prompts: list[Any]) -> None:
         policy = self.preft_policy(getattr(request, "model", None))
         try:
+            check_fields(getattr(request, "model_extra", None))
             if getattr(request, "use_beam_search", False):
                 check_beam_search(policy)
             for prompt in prompts:

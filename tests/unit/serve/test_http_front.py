@@ -16,7 +16,7 @@ from preft.errors import EngineError, PreftError, RequestError, UnsupportedError
 from preft.positions import ALL, PROMPT, Policy
 from preft.serve.backend import guard
 from preft.serve.backend.reference import AdapterReference
-from preft.serve.http.checks import check_beam_search, check_boundary, check_engine_request, check_length
+from preft.serve.http.checks import check_beam_search, check_boundary, check_engine_request, check_fields, check_length
 from preft.serve.http.endpoint import PreftEndpoints, require_canaries
 from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware
 from preft.serve.http.names import AdapterNames, Redactor, describe, list_models
@@ -241,3 +241,15 @@ def test_a_name_that_differs_from_another_in_case_alone_is_refused(
     with pytest.raises(UsageError, match="only in case"):
         registry.register("Alice", folders["alice"])
     registry.register("alice", folders["alice"])
+
+
+@pytest.mark.parametrize("key", ["preft_prompt_len", "preft-boundary", "PREFT_PROMPT_LEN", "boundary"])
+def test_a_boundary_in_the_wrong_place_is_refused_not_ignored(key: str) -> None:
+    with pytest.raises(RequestError, match="is not known") as caught:
+        check_fields({"other": 1, key: 3})
+    assert "vllm_xargs" in str(caught.value.hint)
+    if key not in ("preft_prompt_len", "boundary"):
+        with pytest.raises(RequestError, match="is not known"):
+            check_boundary({key: 3}, PROMPT, 5)
+    check_fields({"other": 1})
+    check_fields(None)
