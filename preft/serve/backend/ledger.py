@@ -180,6 +180,8 @@ class AdapterLedger:
     def _drop(self, surplus: int) -> list[str]:
         """Forgets adapters until no surplus is left: the longest unused first, unreferenced ones before others."""
         dropped: list[str] = []
+        if surplus <= 0:
+            return dropped
         ready = [item for item in self.entries.items() if item[1].residency is Residency.READY]
         unreferenced = [item for item in ready if not item[1].requests]
         resting = [item for item in ready if item[1].requests and not item[1].active and item[1].can_return]
