@@ -118,6 +118,7 @@ class Engine:
 
     def call_workers(self, method: str, *args: Any) -> Any:
         """Calls a method on every worker and returns their answers."""
+        self._require_open()
         return self._core.collective_rpc(method, args=args)
 
     def generate(
@@ -133,8 +134,9 @@ class Engine:
             One result a request, in their order.
 
         Raises:
-            EngineError: The engine itself has failed.
+            EngineError: The engine itself has failed, or is closed.
         """
+        self._require_open()
         results: dict[int, GenerationResult] = {}
         running: dict[str, int] = {}
         if progress is not None:
@@ -161,6 +163,10 @@ class Engine:
                 progress.finish()
         return [results[index] for index in range(len(requests))]
 
+    def _require_open(self) -> None:
+        if self._core is None:
+            raise EngineError("The engine is closed", hint="make a new one")
+
     def _submit(self, request: GenerationRequest) -> str:
         entry = self.registry.resolve(request.adapter) if request.adapter is not None else None
         check_request(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
@@ -182,11 +188,20 @@ class Engine:
 
     def _finished(self, running: Mapping[str, int]) -> Iterator[RequestOutput]:
         while running and self._core.has_unfinished_requests():
-            for output in self._core.step():
+            for output in self._step():
                 if output.finished and output.request_id in running:
                     yield output
         if running:
             raise EngineError("The engine stopped before all requests were finished", got=f"{len(running)} left")
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            outputs: list[RequestOutput] = self._core.step()
+        except Exception as error:
+            raise EngineError(
+                "The engine has failed", got=f"{type(error).__name__}: {error}", hint="close it and start another"
+            ) from error
+        return outputs
 
     def _result(self, request: GenerationRequest, output: RequestOutput) -> GenerationResult:
         entry = self._entries.pop(output.request_id)

@@ -113,6 +113,9 @@ def test_a_tied_head_takes_adapters(tmp_path: Path) -> None:
     with open_engine(base, save_all(tmp_path / "adapters", adapters), lm_head=True) as engine:
         batch = [request_of(f"{name}", prompt_of(3, 60), name) for name in (None, "head", "alone")]
         Oracle(base, adapters).require_equal(batch, engine.generate(batch))
+    for use in (lambda: engine.generate(batch), engine.status, lambda: engine.prefetch(["head"])):
+        with pytest.raises(EngineError, match="is closed"):
+            use()
 
 
 def _answer_with_drafts(model: Path, paths: dict[str, Path], batch: list[GenerationRequest]) -> list[object]:
@@ -467,6 +470,16 @@ def test_a_request_that_cannot_be_served_fails_alone(engine: Engine, oracle: Ora
     assert results[0].error is not None
     assert not results[0].token_ids
     oracle.require_equal([good], results[1:])
+
+
+def test_a_step_that_fails_is_an_error_of_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError("something in vLLM")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "step", fail)
+        with pytest.raises(EngineError, match="something in vLLM"):
+            engine.generate([request_of("1", prompt_of(1, 9), "plain")])
 
 
 def test_prefetch_waits_and_says_what_failed(engine: Engine, tiny_llama: Path, tmp_path: Path) -> None:
