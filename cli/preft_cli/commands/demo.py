@@ -63,7 +63,7 @@ def show(report: DemoReport, session: Session) -> None:
         Text("Answers side by side", style="bold"),
         table(
             ["adapter", "question", "base", "adapted"],
-            [(a.adapter, a.question, a.base, a.adapted) for a in report.answers],
+            [(a.adapter, a.question, _line(a.base), _line(a.adapted)) for a in report.answers],
         ),
         "",
         Text("Is each adapter on? Measured on the serving engine", style="bold"),
@@ -91,3 +91,9 @@ def show(report: DemoReport, session: Session) -> None:
         ),
         Text(f"The adapters are in {report.folder}; try `preft inspect {report.folder}/prompt/pirate`."),
     )
+
+
+def _line(text: str, limit: int = 110) -> str:
+    """An answer on one line of a table."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
