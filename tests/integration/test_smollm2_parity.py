@@ -1,7 +1,7 @@
 """The main job on the embedded model: one mixed batch, two slots, chunks of 48 tokens, 64 output tokens a request.
 
 All answers must be those of both oracles, token for token in float32, cold and warm, under preemption, and in a
-second turn. `make test` runs one preemption period, `make test-full` several.
+second turn.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def test_mixed_batch_cold_and_warm(engine: Engine, oracle: Oracle, batch: list[G
     oracle.require_equal(batch, warm)
 
 
-@pytest.mark.parametrize(
-    "every", [pytest.param(3, marks=pytest.mark.full), 7, pytest.param(13, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("every", [3, 7, 13])
 def test_forced_preemption(engine: Engine, oracle: Oracle, batch: list[GenerationRequest], every: int) -> None:
     reset_cache(engine)
 
