@@ -35,7 +35,7 @@ CALLS = {
 
 
 def main() -> None:
-    """Makes the three calls in turn."""
+    """Makes the calls in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", choices=list(CALLS), help="one of the calls")
