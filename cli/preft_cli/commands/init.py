@@ -13,30 +13,56 @@ from preft_cli.options import Json, Quiet, command_app, examples
 app = command_app()
 
 
-@app.command("init", epilog=examples("preft init my-project", "cd my-project && preft train sft sft-lorap.yaml"))
+SETS = {
+    "recipes": ((".yaml", ".jsonl"), "preft train sft sft-lorap.yaml"),
+    "notebooks": ((".ipynb",), "jupyter lab quickstart.ipynb"),
+    "deploy": ("", "edit the names and paths in them"),
+}
+"""What can be written: its folder in the package, the suffixes that are files of it, and what to do next."""
+
+
+@app.command(
+    "init",
+    epilog=examples(
+        "preft init my-project",
+        "cd my-project && preft train sft sft-lorap.yaml",
+        "preft init my-notebooks --notebook",
+        "preft init my-deployment --deploy",
+    ),
+)
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; files that are there stay.")],
+    notebook: Annotated[bool, typer.Option("--notebook", help="Write notebooks instead.")] = False,
+    deploy: Annotated[
+        bool, typer.Option("--deploy", help="Write files for serving in production instead: systemd, container, proxy.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Write recipes to start from, and a small example data set that they train on."""
+    from preft.errors import UsageError
+
+    if notebook and deploy:
+        raise UsageError("`--notebook` and `--deploy` cannot be meant together", accepted="one of them")
+    kind = "notebooks" if notebook else "deploy" if deploy else "recipes"
     session = Session(as_json=as_json, quiet=quiet)
-    written = _write(folder)
+    written = _write(folder, kind)
     if as_json:
         session.emit({"folder": str(folder), "files": [path.name for path in written]})
     else:
         session.show(*(str(path) for path in written))
-    session.note(f"next: cd {folder} && preft train sft sft-lorap.yaml")
+    session.note(f"next: cd {folder} && {SETS[kind][1]}" if kind != "deploy" else f"next: {SETS[kind][1]}")
 
 
-def _write(folder: Path) -> list[Path]:
-    """Writes every recipe, or nothing if one of them is there already."""
+def _write(folder: Path, kind: str) -> list[Path]:
+    """Writes every file of a kind, or nothing if one of them is there already."""
     import importlib.resources
 
     from preft.errors import FileError, UsageError
 
-    source = importlib.resources.files("preft_templates").joinpath("recipes")
-    contents = {file.name: file.read_bytes() for file in source.iterdir() if file.name.endswith((".yaml", ".jsonl"))}
+    source = importlib.resources.files("preft_templates").joinpath(kind)
+    suffixes = SETS[kind][0]
+    contents = {file.name: file.read_bytes() for file in source.iterdir() if file.name.endswith(suffixes)}
     targets = {name: folder / name for name in sorted(contents)}
     taken = [str(path) for path in targets.values() if path.exists() or path.is_symlink()]
     if taken:
