@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from preft.data.chat import ChatEncoder, end_ids
 from preft.data.encode import load_tokenizer
 from preft.data.examples import Limits
 from preft.data.training import DataReport, ExampleSet, load_examples
-from preft.errors import FileError, UsageError
+from preft.errors import FileError, UnsupportedError, UsageError
 from preft.models.locate import locate_model
 from preft.provenance import provenance
 from preft.train.card import training_card
+from preft.train.curves import CURVES_NAME, save_curves
 from preft.train.model import DTYPES, evaluate, load_base
+from preft.train.page import PAGE_NAME, save_run_page
 from preft.train.trainer import AdapterTrainer, MetricsWriter, last_checkpoint, read_metrics
 from preft.tuners.attach import AttachedModel
 from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
@@ -37,7 +39,7 @@ from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, 
 CHECKPOINTS = "checkpoints"
 METRICS_NAME = "metrics.jsonl"
 RUN_NAME = "run.json"
-_OURS = {CHECKPOINTS, METRICS_NAME, RUN_NAME, MANIFEST_NAME, TENSORS_NAME, "README.md"}
+_OURS = {CHECKPOINTS, METRICS_NAME, RUN_NAME, MANIFEST_NAME, TENSORS_NAME, CURVES_NAME, PAGE_NAME, "README.md"}
 
 _FREE = ("output", "train.eval_every", "train.save_every", "train.keep_checkpoints", "train.report_to", "data.eval")
 """Settings that may change when a run is resumed: they do not decide its losses."""
@@ -57,6 +59,7 @@ class SftReport:
         eval_loss: Of the base model and of the adapter, or None without evaluation data.
         data: What became of the files' rows.
         seconds: Time the steps of this call took.
+        remarks: What a user should be told.
     """
 
     adapter: Adapter
@@ -68,6 +71,7 @@ class SftReport:
     eval_loss: tuple[float, float] | None
     data: tuple[DataReport, ...]
     seconds: float
+    remarks: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -86,6 +90,7 @@ class SftReport:
             "eval_loss": None if self.eval_loss is None else {"base": self.eval_loss[0], "adapter": self.eval_loss[1]},
             "data": [report.to_dict() for report in self.data],
             "seconds": round(self.seconds, 3),
+            "remarks": list(self.remarks),
         }
 
 
@@ -259,7 +264,45 @@ def _finish(
     with stage(progress, "Writing the adapter"):
         _write_json(output / RUN_NAME, document)
         place_adapter(adapter, output, readme=training_card(report.to_dict(), recipe))
-    return report
+        remarks = draw_run(output, report.to_dict(), facts["recipe"])
+    return replace(report, remarks=remarks)
+
+
+def draw_run(output: Path, report: dict[str, Any], settings: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Writes the curves and the page of a finished run; returns why not, where matplotlib is missing.
+
+    Args:
+        output: The run's folder, with its metrics.
+        report: `SftReport.to_dict()`.
+        settings: `ResolvedRecipe.table()`.
+    """
+    rows = read_metrics(output / METRICS_NAME)
+    evaluated = report["eval_loss"]
+    baselines = {} if evaluated is None else {"eval_loss": evaluated["base"]}
+    summary = {
+        "adapter": f"{report['label']} (positions {report['positions']}), {report['num_sites']} sites, "
+        f"{report['parameters']:,} parameters",
+        "base model": report["base"],
+        "steps": report["steps"],
+        "loss": f"{report['loss']['first']:.4f} -> {report['loss']['last']:.4f}",
+        "digest": report["digest"],
+    }
+    if evaluated is not None:
+        summary["evaluation loss"] = f"base {evaluated['base']:.4f}, adapter {evaluated['adapter']:.4f}"
+    tables = [("Data", [_data_row(data) for data in report["data"]]), ("Settings", settings)]
+    try:
+        save_curves(rows, output, baselines=baselines)
+        title = f"Training run {output.resolve().name}"
+        save_run_page(output, title, rows, summary=summary, tables=tables, baselines=baselines)
+    except UnsupportedError as error:
+        return (f"no curves were drawn: {error.what} ({error.hint})",)
+    return ()
+
+
+def _data_row(data: dict[str, Any]) -> dict[str, Any]:
+    refused = {reason: found["count"] for reason, found in data["refused"].items()}
+    names = ("path", "rows", "examples", "tokens", "prompts_cut", "completions_cut")
+    return {**{name.replace("_", " "): data[name] for name in names}, "refused": refused or "none"}
 
 
 def place_adapter(adapter: Adapter, folder: Path, *, readme: str) -> None:
@@ -305,7 +348,7 @@ def _require_output(output: Path, *, resume: bool, force: bool) -> Path | None:
 
 def _prepare(output: Path, *, fresh: bool) -> None:
     if fresh:
-        for name in (CHECKPOINTS, METRICS_NAME, RUN_NAME):
+        for name in (CHECKPOINTS, METRICS_NAME, RUN_NAME, CURVES_NAME, PAGE_NAME):
             path = output / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     # What a killed run left half written.

@@ -47,8 +47,8 @@ def sft(
 ) -> None:
     """Train on prompts and completions: rows of {"messages": [...]} or {"prompt", "completion"}.
 
-    The adapter, its model card, `metrics.jsonl` and `run.json` (every setting with its origin, versions, digests of
-    the data) end up in the recipe's `output`.
+    The adapter, its model card, `metrics.jsonl` with its curves (`curves.png`, `index.html`) and `run.json` (every
+    setting with its origin, versions, digests of the data) end up in the recipe's `output`.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.config.train import load_sft_recipe
@@ -65,6 +65,8 @@ def sft(
         session.emit(made.to_dict())
     else:
         _show(session, made)
+    for remark in made.remarks:
+        session.warn(remark)
     if made.adapter.moves_nothing():
         session.warn("the adapter moves nothing; train it for longer, or at a higher learning rate")
 

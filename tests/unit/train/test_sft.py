@@ -91,7 +91,8 @@ def test_a_run_leaves_the_adapter_and_its_story(
     assert adapter.digest in card
     assert "22 examples of 22 rows" in card
     assert sorted(path.name for path in output.iterdir()) == [
-        "README.md", "checkpoints", "metrics.jsonl", "preft.json", "preft.safetensors", "run.json",
+        "README.md", "checkpoints", "curves.png", "index.html", "metrics.jsonl", "preft.json", "preft.safetensors",
+        "run.json",
     ]  # fmt: skip
 
 
