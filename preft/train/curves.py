@@ -6,23 +6,17 @@ number gets a panel of its own.
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preft.errors import FileError, UnsupportedError
+from preft.train.pictures import COLOURS, PANEL_SIZE, Picture, finish_axes, inline_svg, save_png
 
 CURVES_NAME = "curves.png"
-INK = "#0a0b0c"
-"""Colour of text and axes in a page's picture, replaced there by the page's own."""
-_COLOURS = ("#3b82f6", "#d97706", "#059669", "#dc2626", "#8b5cf6", "#6b7280")
 _DENSE = 40
 """Points from which a series is drawn faintly, with its running mean on top."""
-_SIZE = (4.6, 2.7)
-"""Of one panel, in inches: on a phone the page shows it at about its own size."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +57,6 @@ class Curve:
     values: tuple[float, ...]
 
 
-def require_matplotlib() -> None:
-    """Checks that curves can be drawn.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UnsupportedError("Curves need matplotlib", hint="pip install matplotlib") from None
-
-
 def read_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     """The metrics of a run by name.
 
@@ -111,37 +93,26 @@ def save_curves(
         UnsupportedError: matplotlib is not installed.
         FileError: It cannot be written.
     """
-    require_matplotlib()
     panels = panels_of(read_curves(rows))
     if not panels:
         return None
-    path = folder / CURVES_NAME
+    columns = min(2, len(panels))
+    lines = math.ceil(len(panels) / columns)
 
-    def save(figure: Any) -> None:
-        try:
-            figure.savefig(path, dpi=150, facecolor="white")
-        except OSError as error:
-            raise FileError(f"`{path}` cannot be written", got=error.strerror) from None
+    def draw(figure: Any) -> None:
+        for place, (title, curves) in enumerate(panels, start=1):
+            _draw(figure.add_subplot(lines, columns, place), title, curves, baselines or {})
 
-    _with_figure(panels, baselines or {}, save, ink="#111111")
-    return path
+    return save_png(draw, folder / CURVES_NAME, (PANEL_SIZE[0] * columns, PANEL_SIZE[1] * lines))
 
 
-def inline_curves(
-    rows: Sequence[Mapping[str, Any]], *, baselines: Mapping[str, float] | None = None
-) -> list[tuple[str, str]]:
-    """Title and SVG of each panel, for a page: no background, text as text, ink in the page's own colour."""
-    require_matplotlib()
-    found = []
-    for number, (title, curves) in enumerate(panels_of(read_curves(rows))):
-        buffer = io.StringIO()
+def inline_curves(rows: Sequence[Mapping[str, Any]], *, baselines: Mapping[str, float] | None = None) -> list[Picture]:
+    """The picture of each panel, for a page."""
 
-        def save(figure: Any, buffer: io.StringIO = buffer) -> None:
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    def picture(title: str, curves: Sequence[Curve]) -> Picture:
+        return inline_svg(lambda figure: _draw(figure.add_subplot(), title, curves, baselines or {}), title)
 
-        _with_figure([(title, curves)], baselines or {}, save, ink=INK, salt=f"preft{number}")
-        found.append((title, _bare_svg(buffer.getvalue(), title)))
-    return found
+    return [picture(title, curves) for title, curves in panels_of(read_curves(rows))]
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -152,32 +123,9 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(values) + 1)]
 
 
-def _with_figure(
-    panels: Sequence[tuple[str, Sequence[Curve]]],
-    baselines: Mapping[str, float],
-    use: Callable[[Any], None],
-    *,
-    ink: str,
-    salt: str = "preft",
-) -> None:
-    """Draws, and hands the figure on; the settings hold for drawing and for saving. No global state is touched."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10, **dict.fromkeys(colours, ink)}
-    with matplotlib.rc_context(settings):
-        columns = min(2, len(panels))
-        lines = math.ceil(len(panels) / columns)
-        figure = Figure(figsize=(_SIZE[0] * columns, _SIZE[1] * lines), layout="constrained")
-        for place, (title, curves) in enumerate(panels, start=1):
-            _draw(figure.add_subplot(lines, columns, place), title, curves, baselines)
-        use(figure)
-
-
 def _draw(axes: Any, title: str, curves: Sequence[Curve], baselines: Mapping[str, float]) -> None:
     for number, curve in enumerate(curves):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         smooth = any(panel.holds(curve.name) and not panel.is_noisy for panel in PANELS)
         if smooth or len(curve.values) < _DENSE:
             marker = None if smooth else "o"
@@ -192,18 +140,4 @@ def _draw(axes: Any, title: str, curves: Sequence[Curve], baselines: Mapping[str
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True, nbins=6)
-    axes.grid(alpha=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    _, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        axes.legend(frameon=False, fontsize=9)
-
-
-def _bare_svg(text: str, title: str) -> str:
-    """The picture alone: without document type and metadata, which only name addresses that nobody needs."""
-    text = text[text.index("<svg") :]
-    start, end = text.find("<metadata>"), text.find("</metadata>")
-    if start >= 0:
-        text = text[:start] + text[end + len("</metadata>") :]
-    label = title.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    return text.replace(INK, "currentColor").replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    finish_axes(axes)

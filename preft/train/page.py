@@ -1,4 +1,4 @@
-"""The page of a run: curves, settings and data on one self-contained HTML page, without script or request."""
+"""The page of a run: pictures, settings and data on one self-contained HTML page, without script or request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from preft.errors import FileError
-from preft.train.curves import inline_curves
+from preft.train.pictures import Picture
 
 PAGE_NAME = "index.html"
 
@@ -18,49 +18,30 @@ Table = tuple[str, Sequence[Mapping[str, Any]]]
 """A heading, and rows with the same keys."""
 
 
-def save_run_page(
+def save_page(
     folder: Path,
     title: str,
-    rows: Sequence[Mapping[str, Any]],
+    pictures: Sequence[Picture],
     *,
     summary: Mapping[str, object],
     tables: Sequence[Table] = (),
     remarks: Sequence[str] = (),
-    baselines: Mapping[str, float] | None = None,
 ) -> Path:
     """Writes `index.html`.
 
     Args:
         folder: Where.
         title: Names the run.
-        rows: Of its `metrics.jsonl`.
+        pictures: Such as `preft.train.curves.inline_curves` gives.
         summary: What a reader looks for first, by name.
         tables: Such as the settings and the data.
         remarks: What a reader must know.
-        baselines: The base model's value of a metric.
 
     Raises:
-        UnsupportedError: matplotlib is not installed.
         FileError: It cannot be written.
     """
-    path = folder / PAGE_NAME
-    page = _page(title, inline_curves(rows, baselines=baselines), summary, tables, remarks)
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"`{path}` cannot be written", got=error.strerror) from None
-    return path
-
-
-def _page(
-    title: str,
-    curves: Sequence[tuple[str, str]],
-    summary: Mapping[str, object],
-    tables: Sequence[Table],
-    remarks: Sequence[str],
-) -> str:
     style = importlib.resources.files("preft_templates").joinpath("pages", "page.css").read_text(encoding="utf-8")
-    figures = "".join(f"<figure>{picture}</figure>" for _, picture in curves)
+    figures = "".join(f"<figure>{picture.svg}</figure>" for picture in pictures)
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{_text(title)}</title><style>{style}</style>'
@@ -72,7 +53,13 @@ def _page(
         f'<h2>Curves</h2><div class="curves">{figures}</div>' if figures else '<p class="warn">Nothing was logged.</p>',
         *(f"<h2>{_text(heading)}</h2>{_table(rows)}" for heading, rows in tables if rows),
     ]
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+    page = f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+    path = folder / PAGE_NAME
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"`{path}` cannot be written", got=error.strerror) from None
+    return path
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

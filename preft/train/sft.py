@@ -29,9 +29,9 @@ from preft.errors import FileError, UnsupportedError, UsageError
 from preft.models.locate import locate_model
 from preft.provenance import provenance
 from preft.train.card import training_card
-from preft.train.curves import CURVES_NAME, save_curves
+from preft.train.curves import CURVES_NAME, inline_curves, save_curves
 from preft.train.model import DTYPES, evaluate, load_base
-from preft.train.page import PAGE_NAME, save_run_page
+from preft.train.page import PAGE_NAME, save_page
 from preft.train.trainer import AdapterTrainer, MetricsWriter, last_checkpoint, read_metrics
 from preft.tuners.attach import AttachedModel
 from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
@@ -293,7 +293,8 @@ def draw_run(output: Path, report: dict[str, Any], settings: Sequence[dict[str, 
     try:
         save_curves(rows, output, baselines=baselines)
         title = f"Training run {output.resolve().name}"
-        save_run_page(output, title, rows, summary=summary, tables=tables, baselines=baselines)
+        pictures = inline_curves(rows, baselines=baselines)
+        save_page(output, title, pictures, summary=summary, tables=tables)
     except UnsupportedError as error:
         return (f"no curves were drawn: {error.what} ({error.hint})",)
     return ()

@@ -12,7 +12,7 @@ import pytest
 
 from preft.errors import UnsupportedError
 from preft.train.curves import inline_curves, panels_of, read_curves, running_mean, save_curves
-from preft.train.page import save_run_page
+from preft.train.page import save_page
 
 ROWS: list[dict[str, Any]] = [
     {"step": step, "loss": 3 / step, "learning_rate": 1e-3, "grad_norm": 1.0, "rewards/format": 0.1 * step}
@@ -71,14 +71,13 @@ class _Page(HTMLParser):
 
 
 def test_the_page_stands_alone(tmp_path: Path) -> None:
-    path = save_run_page(
+    path = save_page(
         tmp_path,
         "Run <1>",
-        ROWS,
+        inline_curves(ROWS, baselines={"eval_loss": 2.0}),
         summary={"steps": 60},
         tables=[("Settings", [{"key": "model", "value": None, "origin": "--set"}]), ("Nothing", [])],
         remarks=["look & see"],
-        baselines={"eval_loss": 2.0},
     )
     text = path.read_text()
     page = _Page()
@@ -118,4 +117,4 @@ def test_without_matplotlib_it_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(UnsupportedError, match="Curves need matplotlib"):
         save_curves(ROWS, tmp_path)
     with pytest.raises(UnsupportedError, match="pip install matplotlib"):
-        save_run_page(tmp_path, "t", ROWS, summary={})
+        inline_curves(ROWS)
