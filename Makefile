@@ -13,7 +13,7 @@ SETUP := VENV=$(VENV) $(if $(PYTHON),PYTHON=$(PYTHON)) scripts/setup.sh
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu demo test test-full fast check format clean
+.PHONY: help setup gpu demo test test-full fast check docs docs-reference format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,6 +41,12 @@ check: setup ## Formatting, lint, types, import rules
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+docs: setup docs-reference ## Build the documentation into build/site
+	@$(BIN)/mkdocs build --strict --quiet
+
+docs-reference: setup ## Write the generated pages of docs/reference
+	@$(BIN)/python scripts/reference.py
 
 format: setup ## Apply formatting and the lint fixes that are safe
 	@$(BIN)/ruff check --fix .
