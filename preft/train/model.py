@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,50 +47,102 @@ def load_base(folder: Path | str, *, dtype: str = "float32") -> Any:
     return model.requires_grad_(False)
 
 
-def supervised_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """The summed cross-entropy of a batch's labels, and how many there are.
+def completion_logits(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels of a batch's completions.
 
     The output head runs on the columns from the first label on only, which under left padding is a fraction of the
-    batch; the sum is the same.
+    batch.
 
     Args:
         model: A causal language model, with an adapter attached or not.
         batch: What `preft.data.collate.collate` returns.
+
+    Returns:
+        Logits [B, K, V] in float32, and the tokens [B, K] that they are to predict, `IGNORED` where none is learnt.
     """
     labels = batch["labels"]
     columns = (labels != IGNORED).any(dim=0).nonzero()
     first = max(int(columns[0]) - 1, 0)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False, logits_to_keep=labels.shape[1] - first).logits
-    targets = labels[:, first + 1 :].flatten()
-    loss = nn.functional.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum"
-    )
+    return logits[:, :-1].float(), labels[:, first + 1 :]
+
+
+def supervised_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """The summed cross-entropy of a batch's labels, and how many there are.
+
+    Args:
+        model: A causal language model, with an adapter attached or not.
+        batch: What `preft.data.collate.collate` returns.
+    """
+    logits, targets = completion_logits(model, batch)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, int((targets != IGNORED).sum())
 
 
-def evaluate(model: Any, examples: Sequence[Example], *, policy: Policy | None, batch_size: int = 8) -> float:
-    """Mean loss of a completion token over examples, under teacher forcing.
+@dataclass(frozen=True)
+class ExampleScore:
+    """How well a completion is known.
+
+    Attributes:
+        id: Of the example.
+        tokens: Of its completion.
+        loss: Summed over them, in nats.
+        is_exact: Whether each of them is the likeliest, so that greedy decoding gives exactly this completion.
+    """
+
+    id: str
+    tokens: int
+    loss: float
+    is_exact: bool
+
+
+def score_examples(
+    model: Any, examples: Sequence[Example], *, policy: Policy | None, batch_size: int = 8
+) -> list[ExampleScore]:
+    """Scores each example under teacher forcing.
 
     Args:
         model: A causal language model.
-        examples: At least one.
+        examples: Any number.
         policy: Of the attached adapter, or None for a model without one.
         batch_size: Examples in a forward pass; they are taken in order of length.
+
+    Returns:
+        One score an example, in their order.
     """
     was_training = model.training
     model.eval()
-    ordered = sorted(examples, key=lambda example: example.num_tokens)
-    total, num_labels = 0.0, 0
+    order = sorted(range(len(examples)), key=lambda number: examples[number].num_tokens)
+    scores: dict[int, ExampleScore] = {}
     with torch.no_grad():
-        for start in range(0, len(ordered), batch_size):
-            batch = collate(ordered[start : start + batch_size], policy=policy or ALL)
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
+            batch = collate([examples[number] for number in numbers], policy=policy or ALL)
             if policy is None:
                 del batch["preft_mask"]
-            loss, count = supervised_loss(model, {name: value.to(model.device) for name, value in batch.items()})
-            total, num_labels = total + float(loss), num_labels + count
+            logits, targets = completion_logits(model, {name: value.to(model.device) for name, value in batch.items()})
+            losses = nn.functional.cross_entropy(
+                logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
+            ).sum(dim=1)
+            learnt = targets != IGNORED
+            right = ((logits.argmax(dim=-1) == targets) | ~learnt).all(dim=1)
+            for number, count, loss, exact in zip(
+                numbers, learnt.sum(dim=1).tolist(), losses.tolist(), right.tolist(), strict=True
+            ):
+                scores[number] = ExampleScore(examples[number].id, count, loss, exact)
     model.train(was_training)
-    return total / num_labels
+    return [scores[number] for number in range(len(examples))]
+
+
+def token_loss(scores: Sequence[ExampleScore]) -> float:
+    """Mean loss of a completion token, in nats."""
+    return sum(score.loss for score in scores) / sum(score.tokens for score in scores)
+
+
+def evaluate(model: Any, examples: Sequence[Example], *, policy: Policy | None, batch_size: int = 8) -> float:
+    """Mean loss of a completion token over examples, under teacher forcing; see `score_examples`."""
+    return token_loss(score_examples(model, examples, policy=policy, batch_size=batch_size))
 
 
 def learning_rate_factor(step: int, steps: int, warmup: float = WARMUP) -> float:

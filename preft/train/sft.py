@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from preft.models.locate import locate_model
 from preft.provenance import provenance
 from preft.train.card import training_card
 from preft.train.curves import CURVES_NAME, inline_curves, save_curves
-from preft.train.model import DTYPES, evaluate, load_base
+from preft.train.model import DTYPES, ExampleScore, load_base, score_examples, token_loss
 from preft.train.page import PAGE_NAME, save_page
 from preft.train.trainer import AdapterTrainer, MetricsWriter, last_checkpoint, read_metrics
 from preft.tuners.attach import AttachedModel
@@ -38,8 +38,10 @@ from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, 
 
 CHECKPOINTS = "checkpoints"
 METRICS_NAME = "metrics.jsonl"
+SCORES_NAME = "eval.jsonl"
 RUN_NAME = "run.json"
-_OURS = {CHECKPOINTS, METRICS_NAME, RUN_NAME, MANIFEST_NAME, TENSORS_NAME, CURVES_NAME, PAGE_NAME, "README.md"}
+_RUN_FILES = (METRICS_NAME, SCORES_NAME, RUN_NAME, CURVES_NAME, PAGE_NAME)
+_OURS = {CHECKPOINTS, MANIFEST_NAME, TENSORS_NAME, "README.md", *_RUN_FILES}
 
 _FREE = ("output", "train.eval_every", "train.save_every", "train.keep_checkpoints", "train.report_to", "data.eval")
 """Settings that may change when a run is resumed: they do not decide its losses."""
@@ -57,6 +59,7 @@ class SftReport:
         parameters: How many were trained.
         loss: First and last step's.
         eval_loss: Of the base model and of the adapter, or None without evaluation data.
+        eval_exact: Part of the evaluation examples whose completion each of them gives exactly, or None.
         data: What became of the files' rows.
         seconds: Time the steps of this call took.
         remarks: What a user should be told.
@@ -69,6 +72,7 @@ class SftReport:
     parameters: int
     loss: tuple[float, float]
     eval_loss: tuple[float, float] | None
+    eval_exact: tuple[float, float] | None
     data: tuple[DataReport, ...]
     seconds: float
     remarks: tuple[str, ...] = ()
@@ -87,7 +91,8 @@ class SftReport:
             "steps": self.steps,
             "resumed_from": self.resumed_from,
             "loss": {"first": self.loss[0], "last": self.loss[1]},
-            "eval_loss": None if self.eval_loss is None else {"base": self.eval_loss[0], "adapter": self.eval_loss[1]},
+            "eval_loss": _by_arm(self.eval_loss),
+            "eval_exact": _by_arm(self.eval_exact),
             "data": [report.to_dict() for report in self.data],
             "seconds": round(self.seconds, 3),
             "remarks": list(self.remarks),
@@ -154,17 +159,17 @@ def train_sft(
     }
     _write_json(output / RUN_NAME, provenance("train", facts))
     trainer = _trainer(recipe, handle, data, output, progress)
-    base_loss = None
+    base_scores: list[ExampleScore] = []
     if data.eval is not None:
         with stage(progress, "Evaluating the base model"):
             handle.use(None)
-            base_loss = evaluate(model, data.eval, policy=None, batch_size=recipe.train.batch_size)
+            base_scores = score_examples(model, data.eval, policy=None, batch_size=recipe.train.batch_size)
             handle.use("default")
     started = time.monotonic()
     with stage(progress, f"Training {recipe.method} at rank {recipe.rank}", recipe.train.max_steps):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     done = int(trainer.state.global_step), time.monotonic() - started
-    return _finish(recipe, handle, data, facts, base_loss, checkpoint, done, progress)
+    return _finish(recipe, handle, data, facts, base_scores, checkpoint, done, progress)
 
 
 def _read_data(recipe: SftRecipe, folder: Path) -> _Data:
@@ -224,7 +229,7 @@ def _finish(
     handle: AttachedModel,
     data: _Data,
     facts: dict[str, Any],
-    base_loss: float | None,
+    base_scores: list[ExampleScore],
     checkpoint: Path | None,
     done: tuple[int, float],
     progress: Progress | None,
@@ -232,17 +237,20 @@ def _finish(
     """Evaluates, writes the adapter, and reports."""
     output = Path(recipe.output)
     steps, seconds = done
-    eval_loss = None
-    if data.eval is not None and base_loss is not None:
+    eval_loss = eval_exact = None
+    if data.eval is not None:
         with stage(progress, "Evaluating the adapter"):
             policy = handle.policies["default"]
-            own = evaluate(handle.model, data.eval, policy=policy, batch_size=recipe.train.batch_size)
-        eval_loss = (base_loss, own)
+            scores = score_examples(handle.model, data.eval, policy=policy, batch_size=recipe.train.batch_size)
+        arms = {"base": base_scores, "adapter": scores}
+        _write_scores(output / SCORES_NAME, arms)
+        eval_loss = token_loss(base_scores), token_loss(scores)
+        eval_exact = _part_exact(base_scores), _part_exact(scores)
     rows = [row["loss"] for row in read_metrics(output / METRICS_NAME) if "loss" in row]
     losses = (rows[0], rows[-1]) if rows else (math.nan, math.nan)
     facts = {**facts, "steps": steps, "loss": {"first": losses[0], "last": losses[1]}}
     if eval_loss is not None:
-        facts["eval_loss"] = {"base": eval_loss[0], "adapter": eval_loss[1]}
+        facts["eval_loss"], facts["eval_exact"] = _by_arm(eval_loss), _by_arm(eval_exact)
     document = provenance("train", facts)
     adapter = extract_adapter(
         handle,
@@ -258,6 +266,7 @@ def _finish(
         parameters=sum(parameter.numel() for parameter in trainable_parameters(handle).values()),
         loss=losses,
         eval_loss=eval_loss,
+        eval_exact=eval_exact,
         data=data.reports,
         seconds=seconds,
     )
@@ -288,7 +297,9 @@ def draw_run(output: Path, report: dict[str, Any], settings: Sequence[dict[str, 
         "digest": report["digest"],
     }
     if evaluated is not None:
+        exact = report["eval_exact"]
         summary["evaluation loss"] = f"base {evaluated['base']:.4f}, adapter {evaluated['adapter']:.4f}"
+        summary["exact completions"] = f"base {exact['base']:.1%}, adapter {exact['adapter']:.1%}"
     tables = [("Data", [_data_row(data) for data in report["data"]]), ("Settings", settings)]
     try:
         save_curves(rows, output, baselines=baselines)
@@ -304,6 +315,24 @@ def _data_row(data: dict[str, Any]) -> dict[str, Any]:
     refused = {reason: found["count"] for reason, found in data["refused"].items()}
     names = ("path", "rows", "examples", "tokens", "prompts_cut", "completions_cut")
     return {**{name.replace("_", " "): data[name] for name in names}, "refused": refused or "none"}
+
+
+def _part_exact(scores: Sequence[ExampleScore]) -> float:
+    return sum(score.is_exact for score in scores) / len(scores)
+
+
+def _by_arm(pair: tuple[float, float] | None) -> dict[str, float] | None:
+    return None if pair is None else {"base": pair[0], "adapter": pair[1]}
+
+
+def _write_scores(path: Path, arms: Mapping[str, Sequence[ExampleScore]]) -> None:
+    """One row an evaluation example, with each arm's loss."""
+    rows = []
+    for base, own in zip(arms["base"], arms["adapter"], strict=True):
+        found = {"base": base, "adapter": own}
+        row = {"id": own.id, "tokens": own.tokens}
+        rows.append({**row, **{name: {"loss": arm.loss, "exact": arm.is_exact} for name, arm in found.items()}})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def place_adapter(adapter: Adapter, folder: Path, *, readme: str) -> None:
@@ -349,7 +378,7 @@ def _require_output(output: Path, *, resume: bool, force: bool) -> Path | None:
 
 def _prepare(output: Path, *, fresh: bool) -> None:
     if fresh:
-        for name in (CHECKPOINTS, METRICS_NAME, RUN_NAME, CURVES_NAME, PAGE_NAME):
+        for name in (CHECKPOINTS, *_RUN_FILES):
             path = output / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     # What a killed run left half written.

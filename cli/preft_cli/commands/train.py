@@ -102,5 +102,7 @@ def _show(session: Session, made: SftReport) -> None:
     ]
     if made.eval_loss is not None:
         rows.append(("eval loss", f"base {made.eval_loss[0]:.4f}, adapter {made.eval_loss[1]:.4f}"))
+    if made.eval_exact is not None:
+        rows.append(("exact", f"base {made.eval_exact[0]:.1%}, adapter {made.eval_exact[1]:.1%} of the completions"))
     rows += [("seconds", f"{made.seconds:.1f}"), ("digest", manifest.digest)]
     session.show(fields(rows))

@@ -87,12 +87,17 @@ def test_a_run_leaves_the_adapter_and_its_story(
     rows = read_metrics(output / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 11))
     assert [row["step"] for row in rows if "eval_loss" in row] == [5, 10]
+    scores = [json.loads(line) for line in (output / "eval.jsonl").read_text().splitlines()]
+    assert [score["id"] for score in scores] == [f"line {n}" for n in range(1, 23)]
+    tokens = sum(score["tokens"] for score in scores)
+    assert sum(score["adapter"]["loss"] for score in scores) / tokens == pytest.approx(made.eval_loss[1], rel=1e-9)
+    assert sum(score["base"]["loss"] for score in scores) / tokens == pytest.approx(made.eval_loss[0], rel=1e-9)
     card = (output / "README.md").read_text()
     assert adapter.digest in card
     assert "22 examples of 22 rows" in card
     assert sorted(path.name for path in output.iterdir()) == [
-        "README.md", "checkpoints", "curves.png", "index.html", "metrics.jsonl", "preft.json", "preft.safetensors",
-        "run.json",
+        "README.md", "checkpoints", "curves.png", "eval.jsonl", "index.html", "metrics.jsonl", "preft.json",
+        "preft.safetensors", "run.json",
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from preft.config.train import METHODS
 from preft.data.collate import collate
 from preft.errors import AdapterError, BaseMismatchError, UsageError
 from preft.positions import Policy
-from preft.train.model import supervised_loss
+from preft.train.model import score_examples, supervised_loss, token_loss
 from preft.tuners.attach import AttachedModel, attach
 from preft.tuners.layers import GatedBlock, GatedLinear
 from preft.tuners.trainable import (
@@ -239,3 +240,22 @@ def test_the_loss_is_the_models_own(tiny_llama: Path) -> None:
     assert count == 20
     assert found[0] == pytest.approx(float(model(**batch).loss.detach()), abs=EXACT)
     assert found[0] == pytest.approx(found[1], abs=EXACT)
+
+
+def test_an_exact_completion_is_what_greedy_decoding_gives(tiny_llama: Path) -> None:
+    """Half of the completions are the adapter's own greedy answers, the others have one token changed."""
+    handle = _make(tiny_llama, "lorap")
+    _train(handle, 3)
+    model: Any = handle.model.eval()
+    found = []
+    for index, example in enumerate(examples(6, seed=4)):
+        prompt = torch.tensor([example.prompt_ids])
+        output = model.generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+        completion = output[0, example.boundary :].tolist()
+        completion[index] = completion[index] if index % 2 else 499 - completion[index]
+        found.append(replace(example, completion_ids=tuple(completion)))
+    scores = score_examples(model, found, policy=handle.policies["default"], batch_size=4)
+    assert [score.is_exact for score in scores] == [False, True] * 3
+    assert [score.id for score in scores] == [example.id for example in found]
+    total, count = supervised_loss(model, collate(found, policy=handle.policies["default"]))
+    assert token_loss(scores) == pytest.approx(float(total.detach()) / count, abs=EXACT)
