@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preft.bench.compare import Comparison
@@ -37,6 +38,38 @@ def numbers(flag: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Reads `base,lora`."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def rank_lists(text: str) -> tuple[tuple[int, ...], ...]:
+    """Reads `16`, `8,32` or `8,8+64`, where `+` joins the ranks that adapters have in turn.
+
+    Raises:
+        UsageError: It is none of them.
+    """
+    parts = [part.strip().split("+") for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,9}", number, re.ASCII) for part in parts for number in part):
+        raise UsageError("`--rank` is not valid", got=f"`{text}`", accepted="`16`, `8,32`, or `8+64` for mixed ranks")
+    return tuple(tuple(int(number) for number in part) for part in parts)
+
+
+def folders(flag: str, pairs: Sequence[str]) -> dict[str, Path]:
+    """Reads `ARM=DIR`, given any number of times.
+
+    Raises:
+        UsageError: One is not of that form, or an arm is named twice.
+    """
+    found: dict[str, Path] = {}
+    for pair in pairs:
+        arm, given, folder = pair.partition("=")
+        if not given or not folder or arm in found:
+            raise UsageError(f"`{flag}` is not valid", got=f"`{pair}`", accepted="ARM=DIR, once an arm")
+        found[arm] = Path(folder)
+    return found
+
+
 def run_throughput(spec: BenchSpec, session: Session, **parts: Any) -> int:
     """Checks, measures, reports.
 
@@ -58,7 +91,7 @@ def run_throughput(spec: BenchSpec, session: Session, **parts: Any) -> int:
     progress = session.progress()
     folder = locate_model(spec.model, progress=progress)
     with session.diverted():
-        facts = read_facts(folder, spec.dtype)
+        facts = read_facts(folder, spec.dtype, spec.targets)
         room = room_for_adapters(spec.out)
         require_fitting(spec, facts, memory_bytes=available_memory(), disk_bytes=room)
         outcome = run_bench(spec, folder, facts, progress=progress, **parts)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preft.adapters.store import atomic_folder, save_adapter
-from preft.bench.facts import lora_modules
+from preft.bench.facts import ALL, lora_modules
+from preft.bench.given import given_adapters
 from preft.bench.spec import ADAPTED, BenchSpec
 from preft.config.progress import Progress, stage
 from preft.models.structure import ModelStructure
@@ -20,9 +21,14 @@ STRENGTH = 0.02
 SCALE = 2.0
 
 
-def adapter_folder(out: Path, arm: str, rank: int, seed: int, base: str) -> Path:
+AdapterPaths = dict[tuple[str, tuple[int, ...]], list[Path]]
+"""Paths by arm and the LoRA ranks of a point."""
+
+
+def adapter_folder(out: Path, arm: str, rank: int, seed: int, base: str, targets: str = ALL) -> Path:
     """Where the adapters of one arm lie. Its name holds all that their numbers depend on."""
-    return out / "adapters" / f"{base}-seed{seed}" / f"{arm}-r{rank}"
+    suffix = "" if targets == ALL or arm == "direftp" else f"-{targets.replace(',', '-')}"
+    return out / "adapters" / f"{base}-seed{seed}" / f"{arm}-r{rank}{suffix}"
 
 
 def adapter_paths(folder: Path, count: int) -> list[Path]:
@@ -30,13 +36,8 @@ def adapter_paths(folder: Path, count: int) -> list[Path]:
     return [folder / f"a{index:04}" for index in range(count)]
 
 
-def make_adapters(
-    spec: BenchSpec, model: Path, *, progress: Progress | None = None
-) -> dict[tuple[str, int], list[Path]]:
-    """Writes the adapters of every arm and rank, those that are not there yet.
-
-    Returns:
-        Paths by arm and LoRA rank.
+def make_adapters(spec: BenchSpec, model: Path, *, progress: Progress | None = None) -> AdapterPaths:
+    """Writes the adapters of every arm and rank, those that are not there yet, and finds the given ones.
 
     Raises:
         FileError: They cannot be written.
@@ -47,24 +48,29 @@ def make_adapters(
     base, structure = fingerprint_base(model), read_structure(model)
     weights = json.dumps(base.weights, sort_keys=True)
     name = f"{base.architecture_sha256[:8]}{_short_hash(weights)}"
-    count, kinds = max(spec.adapters), [arm for arm in ADAPTED if arm in spec.arms]
-    found: dict[tuple[str, int], list[Path]] = {}
+    count, kinds = max(spec.adapters), [arm for arm in ADAPTED if arm in spec.arms and arm not in spec.given]
+    found: AdapterPaths = {
+        (arm, ranks): paths for arm in spec.given for paths in [given_adapters(spec, arm)] for ranks in spec.ranks
+    }
     with stage(progress, "Making adapters", count * len(kinds) * len(spec.ranks)):
         for arm in kinds:
-            for rank in spec.ranks:
-                own = spec.direft_rank if arm == "direftp" else rank
-                folder = adapter_folder(spec.out, arm, own, spec.seed, name)
-                manifest = _manifest(arm, own, structure, base)
-                found[arm, rank] = adapter_paths(folder, count)
-                for index, path in enumerate(found[arm, rank]):
-                    if not path.exists():
-                        _write(path, arm, manifest, seed=spec.seed * 1_000_003 + index)
-                    if progress is not None:
-                        progress.advance()
+            for ranks in spec.ranks:
+                found[arm, ranks] = [Path()] * count
+                own = (spec.direft_rank,) if arm == "direftp" else ranks
+                for place, rank in enumerate(own):
+                    folder = adapter_folder(spec.out, arm, rank, spec.seed, name, spec.targets)
+                    manifest = _manifest(arm, rank, structure, base, spec.targets)
+                    for index in range(place, count, len(own)):
+                        path = adapter_paths(folder, count)[index]
+                        found[arm, ranks][index] = path
+                        if not path.exists():
+                            _write(path, arm, manifest, seed=spec.seed * 1_000_003 + index)
+                        if progress is not None:
+                            progress.advance()
     return found
 
 
-def _manifest(arm: str, rank: int, structure: ModelStructure, base: Any) -> Manifest:
+def _manifest(arm: str, rank: int, structure: ModelStructure, base: Any, targets: str) -> Manifest:
     from preft.adapters.manifest import Manifest
     from preft.positions import ALL, PROMPT
     from preft.types import Site, SiteKind
@@ -75,7 +81,7 @@ def _manifest(arm: str, rank: int, structure: ModelStructure, base: Any) -> Mani
     else:
         sites = [
             Site(info.path, SiteKind.LINEAR, rank, info.in_features, info.out_features, SCALE, has_bias=False)
-            for info in lora_modules(structure)
+            for info in lora_modules(structure, targets)
         ]
     policy = PROMPT if arm in ("lorap", "direftp") else ALL
     return Manifest(policy, "bfloat16", tuple(sorted(sites, key=lambda site: (site.path, site.kind))), base)

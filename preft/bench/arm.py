@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from preft.bench.energy import EnergyMeter
 from preft.bench.facts import UNADAPTED
 from preft.bench.job import ArmJob
 from preft.bench.measure import Neighbours, Stepper, drive, metrics, peak_rss_bytes
@@ -23,16 +24,20 @@ from preft.provenance import versions
 
 def run_job(job: ArmJob, engine: Stepper) -> Iterator[dict[str, Any]]:
     """The runs of a job on an engine that is ready: one cold, the others warm."""
-    popularity = Popularity.parse(job.popularity)
+    popularity, meter = Popularity.parse(job.popularity), EnergyMeter.open()
     for run in range(1 + job.warm_runs):
         seed = run_seed(job.seed, job.repeat, run)
         prompts = make_prompts(job.requests, job.input_len, job.vocab_size, seed=seed)
         choices = popularity.choose(job.requests, job.adapters, seed=seed)
-        neighbours = Neighbours()
+        neighbours, before = Neighbours(), meter.joules()
         neighbours.start()
-        traces = drive(engine, prompts, choices, with_adapters=job.arm not in UNADAPTED, output_len=job.output_len)
-        others = neighbours.busy_cores()
-        yield {"run": {"state": "warm" if run else "cold", **metrics(traces), "other_busy_cores": others}}
+        adapted = job.arm not in UNADAPTED
+        traces, steps = drive(engine, prompts, choices, with_adapters=adapted, output_len=job.output_len)
+        beside = {
+            "other_busy_cores": neighbours.busy_cores(),
+            "energy": meter.facts(before, job.requests * job.output_len),
+        }
+        yield {"run": {"state": "warm" if run else "cold", **metrics(traces, steps), **beside}}
 
 
 def memory_facts() -> dict[str, Any]:

@@ -7,11 +7,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from preft.bench.rows import Row, point_of
+from preft.bench.rows import RATIOS, Row, point_of
 from preft.errors import UsageError
 
-METRICS = ("output_tokens_per_s", "ratio_to_base", "ratio_to_lora", "ratio_to_stock_lora", "decode_tokens_per_s")
-SETUP_KEYS = ("model", "slots", "direft_rank", "input_len", "output_len", "requests", "mode", "popularity", "dtype")
+METRICS = ("output_tokens_per_s", *RATIOS, "decode_tokens_per_s")
+SETUP_KEYS = (
+    "model",
+    "slots",
+    "direft_rank",
+    "input_len",
+    "output_len",
+    "requests",
+    "mode",
+    "popularity",
+    "dtype",
+    "targets",
+    "tp",
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,7 @@ class Change:
 
     arm: str
     adapters: int
-    rank: int
+    rank: int | str
     before: float
     after: float
     change: float
@@ -115,7 +127,7 @@ def compare(
     )
 
 
-_Key = tuple[str, int, int]
+_Key = tuple[str, int, int | str]
 
 
 def _values(rows: Sequence[Row], metric: str) -> dict[_Key, list[float]]:

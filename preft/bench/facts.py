@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preft.errors import UnsupportedError
+from preft.errors import UnsupportedError, UsageError
 from preft.models.structure import ModelStructure, ModuleInfo, ModuleKind
 
-UNADAPTED = ("base", "base-preft")
-"""Arms whose requests name no adapter: on stock vLLM, and on preft's engine, which should not differ from it."""
+UNADAPTED = ("base", "base-compiled", "base-preft")
+"""Arms whose requests name no adapter: stock vLLM, the same compiled whatever the mode, and preft's own engine."""
+ALL, ATTENTION = "all", "attention"
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,26 @@ class ModelFacts:
     linear_widths: int
     value_bytes: int
 
-    def adapter_bytes(self, arm: str, rank: int, direft_rank: int) -> int:
-        """Bytes of one adapter in bfloat16."""
+    def adapter_bytes(self, arm: str, rank: float, direft_rank: int) -> int:
+        """Bytes of one adapter in bfloat16; of a mean one at a mean rank."""
         if arm in UNADAPTED:
             return 0
         if arm == "direftp":
             return 2 * direft_rank * (2 * self.hidden_size + 1) * self.num_blocks
-        return 2 * rank * self.linear_widths
+        return int(2 * rank * self.linear_widths)
 
 
-def lora_modules(structure: ModelStructure) -> list[ModuleInfo]:
-    """The linears that the LoRA arms act on: all of the decoder's blocks, sorted by path."""
+def lora_modules(structure: ModelStructure, targets: str = ALL) -> list[ModuleInfo]:
+    """The linears of the decoder's blocks that the LoRA arms act on, sorted by path.
+
+    Args:
+        structure: The model.
+        targets: `all`, `attention`, or the last parts of module names, such as `q_proj,v_proj`.
+
+    Raises:
+        UnsupportedError: The model has no linears there.
+        UsageError: A name is no linear of the model.
+    """
     prefixes = tuple(f"{block}." for block in structure.blocks)
     found = [
         info
@@ -61,11 +71,31 @@ def lora_modules(structure: ModelStructure) -> list[ModuleInfo]:
     ]
     if not found:
         raise UnsupportedError("The model has no linear modules that LoRA could act on", got=structure.model_class)
-    return sorted(found, key=lambda info: info.path)
+    found.sort(key=lambda info: info.path)
+    if targets == ALL:
+        return found
+    if targets == ATTENTION:
+        chosen = [info for info in found if "attn" in info.path or "attention" in info.path]
+    else:
+        names = targets.split(",")
+        present = {info.path.rpartition(".")[2] for info in found}
+        unknown = [name for name in names if name not in present]
+        if unknown:
+            accepted = f"{ALL}, {ATTENTION}, or of {', '.join(sorted(present))}"
+            raise UsageError("`--targets` is not valid", got=", ".join(unknown) or "none", accepted=accepted)
+        chosen = [info for info in found if info.path.rpartition(".")[2] in names]
+    if not chosen:
+        raise UnsupportedError("The model has no such linear modules", got=targets)
+    return chosen
 
 
-def read_facts(folder: Path, dtype: str) -> ModelFacts:
+def read_facts(folder: Path, dtype: str, targets: str = ALL) -> ModelFacts:
     """Reads what the checks need from a checkpoint, without its weights.
+
+    Args:
+        folder: The checkpoint.
+        dtype: Of weights and activations.
+        targets: See `lora_modules`.
 
     Raises:
         PreftError: It cannot be read, or is not a model that generates text.
@@ -88,7 +118,7 @@ def read_facts(folder: Path, dtype: str) -> ModelFacts:
         num_blocks=len(structure.blocks),
         kv_values_per_token=2 * len(structure.blocks) * kv_heads * head_dim,
         weight_values=sum(parameter.numel() for parameter in model.parameters()),
-        linear_widths=sum(item.in_features + item.out_features for item in lora_modules(structure)),
+        linear_widths=sum(item.in_features + item.out_features for item in lora_modules(structure, targets)),
         value_bytes=4 if used == "float32" else 2,
     )
 

@@ -21,7 +21,8 @@ class ArmJob:
         adapter_paths: Adapters in the arm's form; empty for base.
         adapters: Distinct adapters that requests choose among; for base, those that they would.
         slots: Adapters that one step may hold.
-        rank: Of the adapters.
+        rank: Largest of the adapters.
+        lora_rank: Of the point of the sweep; `8+64` where adapters differ.
         input_len: Prompt tokens a request.
         output_len: Output tokens a request.
         requests: Requests a run.
@@ -34,6 +35,7 @@ class ArmJob:
         max_num_seqs: Requests that run at once.
         kv_cache_gib: Size of the KV cache.
         adapter_cache_gib: Host memory for adapters.
+        tp: Workers that share the model.
     """
 
     label: str
@@ -44,6 +46,7 @@ class ArmJob:
     adapters: int
     slots: int
     rank: int
+    lora_rank: int | str
     input_len: int
     output_len: int
     requests: int
@@ -56,6 +59,7 @@ class ArmJob:
     max_num_seqs: int
     kv_cache_gib: float
     adapter_cache_gib: float
+    tp: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """As a JSON object."""

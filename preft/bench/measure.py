@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -39,6 +40,24 @@ class Stepper(Protocol):
 
     def has_unfinished(self) -> bool:
         """Whether a request is left."""
+
+    def adapter_s(self) -> float | None:
+        """Seconds spent in adapter kernels so far; None where nothing tells."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The clock of one step.
+
+    Attributes:
+        stop_s: When it ended, since the run began.
+        seconds: How long it took; the first includes the submission of the requests.
+        adapter_s: In adapter kernels; None where nothing tells.
+    """
+
+    stop_s: float
+    seconds: float
+    adapter_s: float | None
 
 
 @dataclass
@@ -88,7 +107,7 @@ def drive(
     with_adapters: bool,
     output_len: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Trace]:
+) -> tuple[list[Trace], list[StepTime]]:
     """Submits every prompt at once and steps to the end.
 
     Args:
@@ -106,9 +125,15 @@ def drive(
     traces: dict[str, Trace] = {}
     for prompt, choice in zip(prompts, choices, strict=True):
         traces[engine.submit(prompt, choice if with_adapters else None, output_len)] = Trace(choice)
+    steps: list[StepTime] = []
+    now, spent = 0.0, engine.adapter_s()
     while engine.has_unfinished():
         delivered = engine.step()
-        now = clock() - start
+        before, now = now, clock() - start
+        earlier, spent = spent, engine.adapter_s()
+        steps.append(
+            StepTime(now, now - before, spent - earlier if spent is not None and earlier is not None else None)
+        )
         for item in delivered:
             trace = traces[item.id]
             if item.num_tokens > (trace.counts[-1] if trace.counts else 0):
@@ -121,10 +146,10 @@ def drive(
             got=f"{len(short)} of {len(traces)}, one with {short[0].counts[-1] if short[0].counts else 0} tokens",
             accepted=f"{output_len} tokens each",
         )
-    return list(traces.values())
+    return list(traces.values()), steps
 
 
-def metrics(traces: Sequence[Trace]) -> dict[str, Any]:
+def metrics(traces: Sequence[Trace], steps: Sequence[StepTime] = ()) -> dict[str, Any]:
     """The numbers of one run."""
     seconds = max(trace.last_s for trace in traces)
     first = max(trace.first_s for trace in traces)
@@ -148,7 +173,29 @@ def metrics(traces: Sequence[Trace]) -> dict[str, Any]:
         "tpot_s": spread([time_s for trace in traces if (time_s := trace.per_token_s) is not None]),
         "itl_s": spread([gap for trace in traces for gap in trace.gaps()]),
         "fairness": fairness(traces),
+        "adapter_kernels": adapter_kernels(steps, first),
     }
+
+
+def adapter_kernels(steps: Sequence[StepTime], first_s: float) -> dict[str, Any] | None:
+    """Time in adapter kernels and its share of step time: whole, until every request had a token, and after.
+
+    Returns:
+        None where nothing tells; a share is None where no step ran.
+    """
+    if not steps or any(step.adapter_s is None for step in steps):
+        return None
+    found: dict[str, Any] = {}
+    for name, chosen in (
+        ("", steps),
+        ("prefill_", [step for step in steps if step.stop_s <= first_s]),
+        ("decode_", [step for step in steps if step.stop_s > first_s]),
+    ):
+        seconds = sum(step.adapter_s or 0.0 for step in chosen)
+        whole = sum(step.seconds for step in chosen)
+        found[f"{name}seconds"] = seconds
+        found[f"{name}share"] = seconds / whole if whole else None
+    return found
 
 
 def fairness(traces: Sequence[Trace]) -> dict[str, Any]:
@@ -168,8 +215,27 @@ def fairness(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most memory that this process ever held, and those of its session, where tensor parallelism makes others."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return own + sum(_peak(member) for member in _session_members() if member != os.getpid())
+
+
+def _session_members() -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getsid(int(name)) == os.getsid(0):
+                found.append(int(name))
+    # Only the leader of a session may count its members as its own.
+    return found if os.getsid(0) == os.getpid() else []
+
+
+def _peak(process: int) -> int:
+    with contextlib.suppress(OSError), open(f"/proc/{process}/status", encoding="ascii", errors="replace") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 @dataclass

@@ -59,7 +59,8 @@ def build_page(entries: Sequence[dict[str, Any]], remarks: Sequence[str], setup:
     title = f"Throughput of {Path(str(setup['model'])).name}"
     picture = inline_svg(entries)
     machine = setup.get("machine", {})
-    lengths = f"{setup['input_len']} tokens in, {setup['output_len']} out, {setup['requests']} requests a run"
+    workloads = dict.fromkeys((entry["input_len"], entry["output_len"], entry["requests"]) for entry in entries)
+    lengths = "; ".join(f"{given} tokens in, {out} out, {count} requests a run" for given, out, count in workloads)
     parts = [
         f"<h1>{_text(title)}</h1>",
         f'<p class="soft">{_text(lengths)}; {_text(setup["popularity"])} adapters, {_text(setup["slots"])} slots, mode '
@@ -71,8 +72,10 @@ def build_page(entries: Sequence[dict[str, Any]], remarks: Sequence[str], setup:
         _table(SPEED_COLUMNS, entries),
         '<p class="soft">Ratios are geometric means of paired repeats with a 95 % interval. An interval that includes '
         "1 shows no difference.</p>",
+        '<p class="soft">Cold: the first run of a process, with adapters that the engine has never seen.</p>',
         "<h2>Latency</h2>",
         _table(LATENCY_COLUMNS, entries),
+        '<p class="soft">Adapters in prefill and decode: share of step time spent in adapter kernels.</p>',
         "<h2>Per adapter, and memory</h2>",
         _table(FAIRNESS_COLUMNS, entries),
         "<h2>Set-up</h2>",
@@ -108,6 +111,11 @@ def number_text(value: float | None, factor: float = 1.0, digits: int = 1) -> st
     return "-" if value is None else f"{value * factor:.{digits}f}"
 
 
+def share_text(value: float | None) -> str:
+    """A share of step time in per cent."""
+    return "-" if value is None else f"{value:.1%}"
+
+
 SPEED_COLUMNS = {
     "arm": lambda entry: entry["arm"],
     "adapters": lambda entry: entry["adapters"],
@@ -115,8 +123,10 @@ SPEED_COLUMNS = {
     "n": lambda entry: entry["repeats"],
     "tokens/s, median (range)": lambda entry: range_text(entry["output_tokens_per_s"]),
     "of base": lambda entry: ratio_text(entry["ratio_to_base"]),
+    "of compiled base": lambda entry: ratio_text(entry["ratio_to_base_compiled"]),
     "over lora": lambda entry: ratio_text(entry["ratio_to_lora"]),
     "over stock-lora": lambda entry: ratio_text(entry["ratio_to_stock_lora"]),
+    "requests/s": lambda entry: number_text(entry["requests_per_s"], digits=2),
     "cold tokens/s": lambda entry: number_text(entry["cold_output_tokens_per_s"]),
 }
 """Titles and cells of the first table; the command line shows the same."""
@@ -128,9 +138,13 @@ LATENCY_COLUMNS = {
     "prefill s": lambda entry: number_text(entry["prefill_s"], digits=3),
     "decode s": lambda entry: number_text(entry["decode_s"], digits=3),
     "decode tokens/s": lambda entry: number_text(entry["decode_tokens_per_s"]),
+    "adapters in prefill": lambda entry: share_text(entry["adapter_prefill_share"]),
+    "adapters in decode": lambda entry: share_text(entry["adapter_decode_share"]),
     "TTFT p50 ms": lambda entry: number_text(entry["ttft_s_p50"], 1e3),
+    "TTFT p95 ms": lambda entry: number_text(entry["ttft_s_p95"], 1e3),
     "TTFT p99 ms": lambda entry: number_text(entry["ttft_s_p99"], 1e3),
     "TPOT p50 ms": lambda entry: number_text(entry["tpot_s_p50"], 1e3, 2),
+    "TPOT p99 ms": lambda entry: number_text(entry["tpot_s_p99"], 1e3, 2),
     "ITL p50 ms": lambda entry: number_text(entry["itl_s_p50"], 1e3, 2),
     "ITL p95 ms": lambda entry: number_text(entry["itl_s_p95"], 1e3, 2),
     "ITL p99 ms": lambda entry: number_text(entry["itl_s_p99"], 1e3, 2),
@@ -146,6 +160,8 @@ FAIRNESS_COLUMNS = {
     "TTFT s, median (range)": lambda entry: range_text(entry["fairness"]["ttft_s"], 3) if entry["fairness"] else "-",
     "Jain index": lambda entry: number_text((entry["fairness"] or {}).get("jain_index"), digits=3),
     "peak RSS GB": lambda entry: number_text(entry["peak_rss_bytes"], 1e-9, 2),
+    "peak GPU GB": lambda entry: number_text(entry["peak_gpu_bytes"], 1e-9, 2),
+    "J/token": lambda entry: number_text(entry["joules_per_output_token"], digits=3),
     "other busy cores": lambda entry: number_text(entry["other_busy_cores"], digits=2),
 }
 

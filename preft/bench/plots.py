@@ -12,6 +12,7 @@ from preft.errors import FileError, UnsupportedError
 
 LOOKS = {
     "base": ("#6b7280", "--"),
+    "base-compiled": ("#6b7280", "-."),
     "base-preft": ("#9ca3af", ":"),
     "stock-lora": ("#d97706", "-"),
     "lora": ("#dc2626", "-"),
@@ -91,7 +92,7 @@ def _drawn(entries: Sequence[dict[str, Any]], *, ink: str) -> Iterator[Any]:
 
 
 def _figure(measured: Sequence[dict[str, Any]], pyplot: Any) -> Any:
-    ranks = sorted({entry["lora_rank"] for entry in measured})
+    ranks = sorted({entry["lora_rank"] for entry in measured}, key=lambda rank: (isinstance(rank, str), rank))
     counts = sorted({entry["adapters"] for entry in measured})
     width = 5.6 if len(ranks) == 1 else 4.2 * len(ranks)
     figure, panels = pyplot.subplots(

@@ -18,6 +18,8 @@ from preft.bench.job import ArmJob
 ARM_COMMAND = (sys.executable, "-m", "preft.bench.arm")
 GRACE_S = 10.0
 LOG_TAIL = 2000
+TIME_LIMIT = "TimeLimit"
+"""The `type` of the error of an arm that was stopped as asked; it has not failed."""
 
 
 @dataclass
@@ -37,13 +39,14 @@ class ArmResult:
     error: dict[str, Any] | None = None
 
 
-def run_arm(job: ArmJob, log: Path, *, command: Sequence[str] = ARM_COMMAND) -> ArmResult:
+def run_arm(job: ArmJob, log: Path, *, command: Sequence[str] = ARM_COMMAND, limit_s: float | None = None) -> ArmResult:
     """Runs one process of an arm to its end. Whatever ends this call ends the process too.
 
     Args:
         job: What it does.
         log: File for its stderr.
         command: The process; it reads the job as JSON on stdin and writes JSON lines on stdout.
+        limit_s: Seconds after which it is stopped; what it had reported until then is kept.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as errors:
@@ -57,11 +60,20 @@ def run_arm(job: ArmJob, log: Path, *, command: Sequence[str] = ARM_COMMAND) -> 
             encoding="utf-8",
             start_new_session=True,
         )
+        late = False
         try:
-            output, _ = process.communicate(json.dumps(job.to_dict()))
+            output, _ = process.communicate(json.dumps(job.to_dict()), timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            late = True
+            _end(process, close=False)
+            output, _ = process.communicate()
         finally:
             _end(process)
     result = _parse(output)
+    if late:
+        done = f"{len(result.runs)} of {1 + job.warm_runs} runs done"
+        message = f"stopped after {limit_s:g} s, the limit of an arm, with {done}"
+        result.error = {"type": TIME_LIMIT, "message": message}
     if result.error is None and process.returncode != 0:
         result.error = {"type": "EngineError", "message": f"the process ended with status {process.returncode}"}
     if result.error is None and len(result.runs) != 1 + job.warm_runs:
@@ -71,7 +83,7 @@ def run_arm(job: ArmJob, log: Path, *, command: Sequence[str] = ARM_COMMAND) -> 
     return result
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], *, close: bool = True) -> None:
     if process.poll() is not None:
         return
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -82,6 +94,8 @@ def _end(process: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             continue
         break
+    if not close:
+        return
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             with contextlib.suppress(OSError):

@@ -16,16 +16,22 @@ from preft.errors import FileError
 
 ROWS_NAME = "rows.jsonl"
 Row = dict[str, Any]
+RATIOS = {
+    "ratio_to_base": "base",
+    "ratio_to_base_compiled": "base-compiled",
+    "ratio_to_lora": "lora",
+    "ratio_to_stock_lora": "stock-lora",
+}
+"""Each ratio's key and the arm that it is to."""
 
 
-def make_row(job: ArmJob, result: ArmResult, setup: dict[str, Any], *, lora_rank: int) -> Row:
+def make_row(job: ArmJob, result: ArmResult, setup: dict[str, Any]) -> Row:
     """One row. Its figures are those of the warm run of median speed; the cold run stands beside them.
 
     Args:
         job: What the process was told.
         result: What it said.
         setup: Of the whole benchmark.
-        lora_rank: Of the point of the sweep, which base and DiReFT belong to without having it.
     """
     warm = [run for run in result.runs if run.get("state") == "warm"]
     cold = next((run for run in result.runs if run.get("state") == "cold"), None)
@@ -39,22 +45,21 @@ def make_row(job: ArmJob, result: ArmResult, setup: dict[str, Any], *, lora_rank
         "adapters": job.adapters,
         "slots": job.slots,
         "rank": job.rank,
-        "lora_rank": lora_rank,
+        "lora_rank": job.lora_rank,
         "requests": job.requests,
         "input_len": job.input_len,
         "output_len": job.output_len,
         "mode": job.mode,
         "popularity": job.popularity,
         "output_tokens_per_s": statistics.median(speeds) if done else None,
-        "ratio_to_base": None,
-        "ratio_to_lora": None,
-        "ratio_to_stock_lora": None,
+        **dict.fromkeys(RATIOS),
         **{key: value for key, value in middle.items() if key not in ("state", "output_tokens_per_s")},
         "warm_output_tokens_per_s": speeds,
         "cold": cold,
         **result.end,
         "engine": result.engine,
         "partial": True,
+        "shared": False,
         "error": result.error,
         "setup": setup,
     }
@@ -63,7 +68,7 @@ def make_row(job: ArmJob, result: ArmResult, setup: dict[str, Any], *, lora_rank
 def add_ratios(rows: Sequence[Row]) -> None:
     """Fills in each row's ratios to the arms of its own point and repeat; undefined ones stay null."""
     for row in rows:
-        for key, kind in (("ratio_to_base", "base"), ("ratio_to_lora", "lora"), ("ratio_to_stock_lora", "stock-lora")):
+        for key, kind in RATIOS.items():
             beside = next(
                 (
                     other["output_tokens_per_s"]
@@ -76,7 +81,12 @@ def add_ratios(rows: Sequence[Row]) -> None:
             row[key] = speed / beside if speed and beside else None
 
 
-def point_of(row: Row) -> tuple[int, int]:
+def share_row(row: Row, *, adapters: int, lora_rank: int | str) -> Row:
+    """The row of an arm without adapters, once more at another point with the same requests, and marked as such."""
+    return {**row, "adapters": adapters, "lora_rank": lora_rank, "shared": True}
+
+
+def point_of(row: Row) -> tuple[int, int | str]:
     """The point of the sweep that a row belongs to: adapters and LoRA rank."""
     return row["adapters"], row["lora_rank"]
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preft.bench.adapters import make_adapters
-from preft.bench.facts import ModelFacts, machine_facts
+from preft.bench.adapters import AdapterPaths, make_adapters
+from preft.bench.facts import UNADAPTED, ModelFacts, machine_facts
+from preft.bench.given import given_rank
 from preft.bench.job import ArmJob
-from preft.bench.process import ARM_COMMAND, run_arm
-from preft.bench.rows import Row, add_ratios, keep_earlier, make_row, point_of, write_rows
+from preft.bench.process import ARM_COMMAND, TIME_LIMIT, run_arm
+from preft.bench.rows import Row, add_ratios, keep_earlier, make_row, point_of, share_row, write_rows
 from preft.bench.spec import BenchSpec, Point, kv_cache_gib
 from preft.config.progress import Progress
 from preft.provenance import provenance
@@ -42,11 +43,8 @@ class Outcome:
 
     @property
     def failures(self) -> list[Row]:
-        """Rows of arms that failed."""
-        return [row for row in self.rows if row["error"] is not None]
-
-
-AdapterPaths = dict[tuple[str, int], list[Path]]
+        """Rows of arms that failed; one that was stopped at its limit, as asked, has not."""
+        return [row for row in self.rows if row["error"] is not None and row["error"].get("type") != TIME_LIMIT]
 
 
 def run_bench(
@@ -80,7 +78,13 @@ def run_bench(
         for turn, (repeat, point) in enumerate(turns):
             labels = list(spec.labels)
             for label in labels[turn % len(labels) :] + labels[: turn % len(labels)]:
-                if _failed_before(outcome, label, point):
+                if _failed_before(outcome, label, point) or (repeat and label in spec.once):
+                    continue
+                same = _shared(outcome, spec, label, repeat, point)
+                if same is not None:
+                    outcome.rows.append(share_row(same, adapters=point.adapters, lora_rank=point.rank))
+                    add_ratios(outcome.rows)
+                    write_rows(spec.out, outcome.rows)
                     continue
                 job = make_job(spec, model, facts, label, repeat, point, paths)
                 if progress is not None:
@@ -88,11 +92,11 @@ def run_bench(
                     progress.start(f"{label}, {point.adapters} adapters of rank {point.rank}, {place}", None)
                 try:
                     log = spec.out / "logs" / f"{label}-n{point.adapters}-r{point.rank}-{repeat}.log"
-                    result = run_arm(job, log, command=command)
+                    result = run_arm(job, log, command=command, limit_s=spec.arm_limit_s)
                 finally:
                     if progress is not None:
                         progress.finish()
-                outcome.rows.append(make_row(job, result, outcome.setup, lora_rank=point.rank))
+                outcome.rows.append(make_row(job, result, outcome.setup))
                 add_ratios(outcome.rows)
                 write_rows(spec.out, outcome.rows)
     except KeyboardInterrupt:
@@ -107,7 +111,17 @@ def run_bench(
 
 def _failed_before(outcome: Outcome, label: str, point: Point) -> bool:
     """Whether this arm has failed at this point; it would again, and each time take as long as it took."""
-    return any(row["arm"] == label and point_of(row) == (point.adapters, point.rank) for row in outcome.failures)
+    failed = (row for row in outcome.rows if row["error"] is not None)
+    return any(row["arm"] == label and point_of(row) == (point.adapters, point.rank) for row in failed)
+
+
+def _shared(outcome: Outcome, spec: BenchSpec, label: str, repeat: int, point: Point) -> Row | None:
+    """The row of an arm without adapters that measured the same requests at another point of this repeat."""
+    if not spec.share_base or spec.labels[label] not in UNADAPTED:
+        return None
+    wanted = (label, repeat, spec.requests_at(point.adapters))
+    found = (row for row in outcome.rows if (row["arm"], row["repeat"], row["requests"]) == wanted)
+    return next((row for row in found if not row["shared"]), None)
 
 
 def make_job(
@@ -115,8 +129,12 @@ def make_job(
 ) -> ArmJob:
     """What one process of one arm is told."""
     arm = spec.labels[label]
-    own = paths.get((arm, point.rank), [])[: point.adapters]
-    held = facts.adapter_bytes(arm, point.rank, spec.direft_rank) * point.adapters
+    own = paths.get((arm, point.ranks), [])[: point.adapters]
+    rank = spec.direft_rank if arm == "direftp" else max(point.ranks)
+    if arm in spec.given:
+        rank = given_rank(arm, own)
+    held = facts.adapter_bytes(arm, rank, rank) * point.adapters
+    requests = spec.requests_at(point.adapters)
     return ArmJob(
         label=label,
         arm=arm,
@@ -125,18 +143,20 @@ def make_job(
         adapter_paths=tuple(str(path) for path in own),
         adapters=point.adapters,
         slots=spec.slots,
-        rank=spec.direft_rank if arm == "direftp" else point.rank,
+        rank=rank,
+        lora_rank=point.rank,
         input_len=spec.input_len,
         output_len=spec.output_len,
-        requests=spec.requests,
+        requests=requests,
         vocab_size=facts.vocab_size,
         mode=spec.mode,
         warm_runs=spec.warm_runs,
         popularity=spec.popularity,
         dtype=spec.dtype,
         seed=spec.seed,
-        max_num_seqs=spec.max_num_seqs or spec.requests,
+        max_num_seqs=spec.max_num_seqs or requests,
         kv_cache_gib=kv_cache_gib(spec, facts),
         # Twice the files: float32 engines hold bfloat16 adapters in float32.
         adapter_cache_gib=0.25 + 2.2 * held / (1 << 30),
+        tp=spec.tp,
     )

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preft.bench.facts import UNADAPTED, ModelFacts
+from preft.bench.facts import ALL, UNADAPTED, ModelFacts
 from preft.bench.workload import Popularity
 from preft.errors import FileError, UsageError
 
-ARMS = ("base", "stock-lora", "lora", "lorap", "direftp", "base-preft")
-DEFAULT_ARMS = ARMS[:-1]
+DEFAULT_ARMS = ("base", "stock-lora", "lora", "lorap", "direftp")
+ARMS = (*DEFAULT_ARMS, "base-compiled", "base-preft")
 ADAPTED = ("stock-lora", "lora", "lorap", "direftp")
 MODES = ("eager", "default")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_RANK = 512
+LEAST_REQUESTS = 64
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a sweep: a number of adapters of one rank."""
+    """One point of a sweep.
+
+    Attributes:
+        adapters: Distinct adapters.
+        ranks: Their LoRA ranks, in turn; one number where all are of one rank.
+    """
 
     adapters: int
-    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int | str:
+        """The rank as rows hold it: a number, or `8+64` where adapters differ."""
+        return self.ranks[0] if len(self.ranks) == 1 else "+".join(str(rank) for rank in self.ranks)
 
 
 @dataclass(frozen=True)
@@ -37,11 +49,11 @@ class BenchSpec:
         arms: Names out of `ARMS`; a name given twice makes two arms that should not differ.
         adapters: Numbers of distinct adapters, one point of the sweep each.
         slots: Adapters that one step may hold.
-        ranks: LoRA ranks, one point of the sweep each.
+        ranks: LoRA ranks, one point of the sweep each; several numbers for adapters of mixed ranks.
         direft_rank: Rank of the DiReFT adapters.
         input_len: Prompt tokens a request.
         output_len: Output tokens a request; end-of-sequence is ignored.
-        requests: Requests a run, all submitted at its start.
+        requests: Requests a run, all submitted at its start, or None for 64, and one an adapter where those are more.
         mode: `eager`, or `default`: whatever the engine would choose.
         repeats: Processes an arm and point.
         warm_runs: Runs of a process after its cold one.
@@ -50,6 +62,12 @@ class BenchSpec:
         seed: Of adapters, prompts and choices.
         max_num_seqs: Requests that run at once, or None for all of them.
         kv_cache_gib: Size of the KV cache, or None for what the requests need.
+        targets: Linears that the LoRA arms act on; see `preft.bench.facts.lora_modules`.
+        given: Arm to a folder of its adapters, for arms whose adapters are not generated.
+        tp: GPUs or CPU workers that share the model.
+        once: Arms that are measured in the first repeat only.
+        share_base: Measure arms without adapters at one point of those with the same requests.
+        arm_limit_s: Seconds after which a process of an arm is stopped, or None.
     """
 
     model: str
@@ -57,11 +75,11 @@ class BenchSpec:
     arms: tuple[str, ...] = DEFAULT_ARMS
     adapters: tuple[int, ...] = (8,)
     slots: int = 8
-    ranks: tuple[int, ...] = (16,)
+    ranks: tuple[tuple[int, ...], ...] = ((16,),)
     direft_rank: int = 8
     input_len: int = 128
     output_len: int = 128
-    requests: int = 64
+    requests: int | None = None
     mode: str = "eager"
     repeats: int = 3
     warm_runs: int = 2
@@ -70,36 +88,75 @@ class BenchSpec:
     seed: int = 0
     max_num_seqs: int | None = None
     kv_cache_gib: float | None = None
+    targets: str = ALL
+    given: Mapping[str, Path] = field(default_factory=dict)
+    tp: int = 1
+    once: tuple[str, ...] = ()
+    share_base: bool = False
+    arm_limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("slots", 1), ("input_len", 1), ("output_len", 1), ("requests", 1), ("repeats", 1)):
-            _require_whole(name, getattr(self, name), least)
-        for name in ("warm_runs", "direft_rank"):
-            _require_whole(name, getattr(self, name), 1)
-        if self.max_num_seqs is not None:
-            _require_whole("max_num_seqs", self.max_num_seqs, 1)
-        if self.kv_cache_gib is not None and not 0 < self.kv_cache_gib < float("inf"):
-            raise UsageError("`--kv-cache-gib` is not valid", got=f"{self.kv_cache_gib}", accepted="above 0")
-        for name, values in (("adapters", self.adapters), ("rank", self.ranks)):
-            for value in values:
-                _require_whole(name, value, 1)
-            if not values or len(set(values)) < len(values):
-                raise UsageError(f"`--{name}` is not valid", got=_joined(values), accepted="different whole numbers")
-        for rank in (*self.ranks, self.direft_rank):
-            if rank > MAX_RANK:
-                raise UsageError("The rank is too large", got=f"{rank}", accepted=f"at most {MAX_RANK}")
-        unknown = [arm for arm in self.arms if arm not in ARMS]
-        if unknown or not self.arms:
-            raise UsageError("`--arms` is not valid", got=_joined(unknown) or "none", accepted=", ".join(ARMS))
+        for name in ("slots", "input_len", "output_len", "repeats", "warm_runs", "direft_rank", "tp"):
+            _require_whole(name, getattr(self, name))
+        for name in ("requests", "max_num_seqs"):
+            if getattr(self, name) is not None:
+                _require_whole(name, getattr(self, name))
+        for name in ("kv_cache_gib", "arm_limit_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"`--{name.replace('_', '-')}` is not valid", got=f"{value}", accepted="above 0")
+        self._check_sweep()
+        self._check_arms()
         for name, chosen, choices in (("mode", self.mode, MODES), ("dtype", self.dtype, DTYPES)):
             if chosen not in choices:
                 raise UsageError(f"`--{name}` is not valid", got=f"`{chosen}`", accepted=", ".join(choices))
-        Popularity.parse(self.popularity)
+
+    def _check_sweep(self) -> None:
+        for value in self.adapters:
+            _require_whole("adapters", value)
+        for rank in (*(rank for ranks in self.ranks for rank in ranks), self.direft_rank):
+            _require_whole("rank", rank)
+            if rank > MAX_RANK:
+                raise UsageError("The rank is too large", got=f"{rank}", accepted=f"at most {MAX_RANK}")
+        for name, values in (("adapters", self.adapters), ("rank", self.ranks)):
+            if not values or not all(values) or len(set(values)) < len(values):  # type: ignore[arg-type,call-overload]
+                got = _joined(values)
+                raise UsageError(f"`--{name}` is not valid", got=got, accepted="different whole numbers")
+        popularity = Popularity.parse(self.popularity)
+        for value in self.adapters:
+            popularity.require_adapters(value)
+
+    def _check_arms(self) -> None:
+        unknown = [arm for arm in self.arms if arm not in ARMS]
+        if unknown or not self.arms:
+            raise UsageError("`--arms` is not valid", got=_joined(unknown) or "none", accepted=", ".join(ARMS))
+        for name, chosen, choices in (
+            ("once", tuple(self.once), tuple(self.labels)),
+            ("given", tuple(self.given), tuple(arm for arm in ADAPTED if arm in self.arms)),
+        ):
+            wrong = [value for value in chosen if value not in choices]
+            if wrong:
+                raise UsageError(f"`--{name}` is not valid", got=_joined(wrong), accepted=", ".join(choices) or "none")
+        if self.given and len(self.ranks) > 1:
+            raise UsageError(
+                "`--rank` is a sweep",
+                got=_joined(self.ranks),
+                accepted="one rank, since `--given` adapters have theirs",
+            )
 
     @property
     def points(self) -> tuple[Point, ...]:
         """The points of the sweep."""
-        return tuple(Point(adapters, rank) for rank in self.ranks for adapters in self.adapters)
+        return tuple(Point(adapters, ranks) for ranks in self.ranks for adapters in self.adapters)
+
+    def requests_at(self, adapters: int) -> int:
+        """Requests of a run with so many adapters."""
+        return self.requests or max(LEAST_REQUESTS, adapters)
+
+    @property
+    def most_requests(self) -> int:
+        """Requests of the largest run."""
+        return max(self.requests_at(adapters) for adapters in self.adapters)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -112,7 +169,13 @@ class BenchSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole set-up, as every row holds it."""
-        return {**asdict(self), "out": str(self.out)}
+        given = {arm: str(folder) for arm, folder in self.given.items()}
+        return {
+            **asdict(self),
+            "out": str(self.out),
+            "given": given,
+            "ranks": [Point(1, item).rank for item in self.ranks],
+        }
 
 
 def require_fitting(spec: BenchSpec, facts: ModelFacts, *, memory_bytes: int, disk_bytes: int) -> None:
@@ -135,8 +198,10 @@ def require_fitting(spec: BenchSpec, facts: ModelFacts, *, memory_bytes: int, di
             accepted=f"--input-len and --output-len of at most {facts.max_length} together",
         )
     kinds = [arm for arm in dict.fromkeys(spec.arms) if arm not in UNADAPTED]
-    most, rank = max(spec.adapters), max(spec.ranks)
-    sizes = {arm: facts.adapter_bytes(arm, rank, spec.direft_rank) for arm in kinds}
+    most = max(spec.adapters)
+    sizes = {
+        arm: max(facts.adapter_bytes(arm, _mean(ranks), spec.direft_rank) for ranks in spec.ranks) for arm in kinds
+    }
     fixed = facts.weight_values * facts.value_bytes + int(kv_cache_gib(spec, facts) * (1 << 30))
     for arm, size in sizes.items():
         needed = fixed + size * (most + (spec.slots if arm == "stock-lora" else 0))
@@ -148,9 +213,10 @@ def require_fitting(spec: BenchSpec, facts: ModelFacts, *, memory_bytes: int, di
                 hint="fewer --adapters, a smaller --rank, or fewer --requests at once (--max-num-seqs)",
             )
     stored = sum(
-        facts.adapter_bytes(arm, value, spec.direft_rank) * most
+        facts.adapter_bytes(arm, _mean(ranks), spec.direft_rank) * most
         for arm in kinds
-        for value in (spec.ranks if arm != "direftp" else spec.ranks[:1])
+        if arm not in spec.given
+        for ranks in (spec.ranks if arm != "direftp" else spec.ranks[:1])
     )
     if stored > disk_bytes:
         raise UsageError(
@@ -165,9 +231,8 @@ def kv_cache_gib(spec: BenchSpec, facts: ModelFacts) -> float:
     if spec.kv_cache_gib is not None:
         return spec.kv_cache_gib
     # Blocks of up to 128 tokens, and a tenth for what the engine keeps to itself.
-    tokens = (
-        -(-(spec.input_len + spec.output_len) // 128) * 128 * min(spec.requests, spec.max_num_seqs or spec.requests)
-    )
+    most = spec.most_requests
+    tokens = -(-(spec.input_len + spec.output_len) // 128) * 128 * min(most, spec.max_num_seqs or most)
     return max(0.25, 1.1 * tokens * facts.kv_values_per_token * facts.value_bytes / (1 << 30))
 
 
@@ -188,11 +253,15 @@ def require_writable(out: Path) -> None:
         ) from None
 
 
-def _require_whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _require_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         flag = name.replace("_", "-")
-        raise UsageError(f"`--{flag}` is not valid", got=f"{value}", accepted=f"a whole number of at least {least}")
+        raise UsageError(f"`--{flag}` is not valid", got=f"{value}", accepted="a whole number of at least 1")
 
 
-def _joined(values: tuple[object, ...] | list[str]) -> str:
-    return ", ".join(str(value) for value in values)
+def _mean(ranks: tuple[int, ...]) -> float:
+    return sum(ranks) / len(ranks)
+
+
+def _joined(values: Iterable[object]) -> str:
+    return ", ".join("+".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in values)

@@ -6,23 +6,26 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from preft.bench.rows import Row, point_of
+from preft.bench.process import TIME_LIMIT
+from preft.bench.rows import RATIOS, Row, point_of
 from preft.bench.stats import Interval, extent, ratio_interval
 
-BASELINES = (("base", "ratio_to_base"), ("lora", "ratio_to_lora"), ("stock-lora", "ratio_to_stock_lora"))
 BUSY_CORES = 0.25
 """Cores in use by other processes above which a run is called noisy."""
 
 
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One entry an arm and point, over its repeats."""
-    groups: dict[tuple[tuple[int, int], str], list[Row]] = {}
+    groups: _Groups = {}
     for row in rows:
         groups.setdefault((point_of(row), row["arm"]), []).append(row)
     return [_entry(members, groups) for members in groups.values()]
 
 
-def _entry(members: Sequence[Row], groups: dict[tuple[tuple[int, int], str], list[Row]]) -> dict[str, Any]:
+_Groups = dict[tuple[tuple[int, int | str], str], list[Row]]
+
+
+def _entry(members: Sequence[Row], groups: _Groups) -> dict[str, Any]:
     first = members[0]
     point = point_of(first)
     done = [row for row in members if row["output_tokens_per_s"]]
@@ -39,6 +42,13 @@ def _entry(members: Sequence[Row], groups: dict[tuple[tuple[int, int], str], lis
         "decode_tokens_per_s": _median([row.get("decode_tokens_per_s") for row in done]),
         "prefill_s": _median([row.get("prefill_s") for row in done]),
         "decode_s": _median([row.get("decode_s") for row in done]),
+        "requests_per_s": _median([row.get("requests_per_s") for row in done]),
+        "requests": first["requests"],
+        "input_len": first["input_len"],
+        "output_len": first["output_len"],
+        "shared": bool(first.get("shared")),
+        "joules_per_output_token": _median([(row.get("energy") or {}).get("joules_per_output_token") for row in done]),
+        "peak_gpu_bytes": max((row.get("peak_gpu_bytes") or 0 for row in done), default=0) or None,
         "peak_rss_bytes": max((row.get("peak_rss_bytes") or 0 for row in done), default=0) or None,
         "other_busy_cores": max((row.get("other_busy_cores") or 0 for row in done), default=0),
         "eager": (first.get("engine") or {}).get("eager"),
@@ -47,8 +57,11 @@ def _entry(members: Sequence[Row], groups: dict[tuple[tuple[int, int], str], lis
     for metric in ("ttft_s", "tpot_s", "itl_s"):
         for share in ("p50", "p95", "p99"):
             entry[f"{metric}_{share}"] = _median([(row.get(metric) or {}).get(share) for row in done])
+    for phase in ("", "prefill_", "decode_"):
+        shares = [(row.get("adapter_kernels") or {}).get(f"{phase}share") for row in done]
+        entry[f"adapter_{phase}share"] = _median(shares)
     entry["fairness"] = _fairness(done)
-    for kind, key in BASELINES:
+    for key, kind in RATIOS.items():
         interval = _interval(done, groups.get((point, kind), []))
         entry[key] = interval.to_dict() if interval is not None and kind != first["arm"] else None
     return entry
@@ -80,14 +93,21 @@ def remarks(rows: Sequence[Row], entries: Sequence[dict[str, Any]], status: str)
         found.append(
             f"PARTIAL: the run was {'interrupted' if status == 'interrupted' else 'not complete: an arm failed'}"
         )
-    found += [
-        f"the arm {entry['arm']} failed at {entry['adapters']} adapters of rank {entry['lora_rank']}: "
-        f"{entry['error'].get('message', 'no reason given')}"
-        for entry in entries
-        if entry["error"] is not None
-    ]
+    for entry in entries:
+        if entry["error"] is not None:
+            verb = "was not measured" if entry["error"].get("type") == TIME_LIMIT else "failed"
+            place = f"at {entry['adapters']} adapters of rank {entry['lora_rank']}"
+            found.append(f"the arm {entry['arm']} {verb} {place}: {entry['error'].get('message', 'no reason given')}")
     if any(entry["repeats"] == 1 for entry in entries):
         found.append("one repeat gives ratios without an interval; they may be noise")
+    if any(entry["shared"] for entry in entries):
+        found.append("arms without adapters were measured once for all points with the same requests")
+    if len({(entry["requests"], entry["input_len"], entry["output_len"]) for entry in entries}) > 1:
+        found.append("points differ in requests or lengths: compare ratios between them, not tokens/s")
+    reasons = dict.fromkeys((row.get("energy") or {}).get("reason") for row in rows if row.get("energy"))
+    found += [f"no energy: {reason}" for reason in reasons if reason]
+    blind = dict.fromkeys((row.get("engine") or {}).get("adapter_kernels_unmeasured") for row in rows)
+    found += [f"no time of adapter kernels: {reason}" for reason in blind if reason]
     busy = max((entry["other_busy_cores"] for entry in entries), default=0)
     if busy > BUSY_CORES:
         found.append(f"the machine was busy: other processes used up to {busy:.1f} cores meanwhile")
@@ -97,8 +117,9 @@ def remarks(rows: Sequence[Row], entries: Sequence[dict[str, Any]], status: str)
         found.append(f"base ran compiled, but these arms eager, as the engine decided: {eager}")
     if rows and rows[0]["output_len"] == 1:
         found.append("one output token comes from prefill alone, so nothing is said about decode")
-    if rows and rows[0]["requests"] < max(row["adapters"] for row in rows):
-        found.append(f"only {rows[0]['requests']} requests a run, so not every adapter was used in each")
+    few = [row["requests"] for row in rows if row["requests"] < row["adapters"]]
+    if few:
+        found.append(f"only {min(few)} requests a run, so not every adapter was used in each")
     return found
 
 

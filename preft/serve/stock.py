@@ -29,6 +29,7 @@ class StockSettings:
         max_num_seqs: Requests that run at once.
         kv_cache_gib: Size of the KV cache.
         eager: Run without compilation and graphs; else vLLM decides.
+        tp: Workers that share the model.
     """
 
     adapters: tuple[Path, ...] = ()
@@ -39,6 +40,7 @@ class StockSettings:
     max_num_seqs: int = 64
     kv_cache_gib: float = 1.0
     eager: bool = True
+    tp: int = 1
 
     def engine_arguments(self, model: str) -> dict[str, Any]:
         """Arguments for vLLM's `LLM`.
@@ -57,6 +59,8 @@ class StockSettings:
             arguments["max_model_len"] = self.max_model_len
         if self.eager:
             arguments["enforce_eager"] = True
+        if self.tp > 1:
+            arguments["tensor_parallel_size"] = self.tp
         if self.adapters:
             rank = next((rank for rank in LORA_RANKS if rank >= self.max_rank), None)
             if rank is None:
@@ -147,6 +151,7 @@ def execution_facts(core: Any) -> Mapping[str, Any]:
         "graphs": getattr(graphs, "name", str(graphs)),
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "block_size": config.cache_config.block_size,
+        "workers": config.parallel_config.world_size,
         "device": str(getattr(config.device_config, "device_type", "unknown")),
     }
 

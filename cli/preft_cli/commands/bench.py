@@ -22,7 +22,7 @@ def bench() -> None:
     "throughput",
     epilog=examples(
         "preft bench throughput smollm2 --arms base,lora,lorap,direftp --adapters 64 --slots 64 --out result",
-        "preft bench throughput smollm2 --adapters 1,8,64 --rank 8,32 --popularity zipf:1.1 --out sweep --json",
+        "preft bench throughput smollm2 --adapters 1,8,64 --rank 8,32,8+32 --popularity zipf:1.1 --out sweep --json",
         "preft bench throughput smollm2 --arms base,base --repeats 5 --out noise",
     ),
 )
@@ -32,16 +32,21 @@ def throughput(
     arms: Annotated[
         str,
         typer.Option(
-            "--arms", help="Of base, base-preft, stock-lora, lora, lorap, direftp; one twice shows the noise."
+            "--arms",
+            help="Of base, base-compiled, base-preft, stock-lora, lora, lorap, direftp; one twice shows the noise.",
         ),
     ] = "base,stock-lora,lora,lorap,direftp",
     adapters: Annotated[str, typer.Option("--adapters", metavar="N[,N]", help="Distinct adapters.")] = "8",
     slots: Annotated[int, typer.Option("--slots", help="Adapters that one step may hold.")] = 8,
-    rank: Annotated[str, typer.Option("--rank", metavar="R[,R]", help="Of the LoRA adapters.")] = "16",
+    rank: Annotated[
+        str, typer.Option("--rank", metavar="R[,R]", help="Of the LoRA adapters; `8+64` mixes ranks.")
+    ] = "16",
     direft_rank: Annotated[int, typer.Option("--direft-rank", help="Of the DiReFT adapters.")] = 8,
     input_len: Annotated[int, typer.Option("--input-len", help="Prompt tokens a request.")] = 128,
     output_len: Annotated[int, typer.Option("--output-len", help="Output tokens; end-of-sequence is ignored.")] = 128,
-    requests: Annotated[int, typer.Option("--requests", help="Requests a run, submitted at once.")] = 64,
+    requests: Annotated[
+        int | None, typer.Option("--requests", help="Requests a run, submitted at once. Default: 64, or as adapters.")
+    ] = None,
     max_num_seqs: Annotated[
         int | None, typer.Option("--max-num-seqs", help="Requests that run at once. Default: all.")
     ] = None,
@@ -49,11 +54,30 @@ def throughput(
     repeats: Annotated[int, typer.Option("--repeats", help="Processes an arm and point.")] = 3,
     warm_runs: Annotated[int, typer.Option("--warm-runs", help="Runs of a process after its cold one.")] = 2,
     popularity: Annotated[
-        str, typer.Option("--popularity", help="How requests choose adapters: distinct, uniform or zipf:A.")
+        str,
+        typer.Option("--popularity", help="How requests choose adapters: distinct, uniform, zipf:A or weights:W/W."),
     ] = "distinct",
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
     kv_cache_gib: Annotated[
         float | None, typer.Option("--kv-cache-gib", help="Size of the KV cache. Default: enough for all requests.")
+    ] = None,
+    targets: Annotated[
+        str,
+        typer.Option("--targets", help="Linears that LoRA acts on: all, attention, or names such as q_proj,v_proj."),
+    ] = "all",
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--given", metavar="ARM=DIR", help="Adapters of your own for an arm: the subfolders of DIR."),
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", help="GPUs or CPU workers that share the model.")] = 1,
+    once: Annotated[
+        str, typer.Option("--once", metavar="ARM[,ARM]", help="Arms to measure in the first repeat only.")
+    ] = "",
+    share_base: Annotated[
+        bool, typer.Option("--share-base", help="Measure arms without adapters once for points with the same requests.")
+    ] = False,
+    arm_limit_s: Annotated[
+        float | None, typer.Option("--arm-limit-s", help="Stop a process of an arm after so many seconds, and say so.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of adapters, prompts and choices.")] = 0,
     as_json: Json = False,
@@ -68,15 +92,15 @@ def throughput(
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.bench.spec import BenchSpec
-    from preft_cli.bench import numbers, run_throughput
+    from preft_cli.bench import folders, names, numbers, rank_lists, run_throughput
 
     spec = BenchSpec(
         model=model,
         out=out,
-        arms=tuple(part.strip() for part in arms.split(",") if part.strip()),
+        arms=names(arms),
         adapters=numbers("--adapters", adapters),
         slots=slots,
-        ranks=numbers("--rank", rank),
+        ranks=rank_lists(rank),
         direft_rank=direft_rank,
         input_len=input_len,
         output_len=output_len,
@@ -89,6 +113,12 @@ def throughput(
         seed=seed,
         max_num_seqs=max_num_seqs,
         kv_cache_gib=kv_cache_gib,
+        targets=targets,
+        given=folders("--given", given or []),
+        tp=tp,
+        once=names(once),
+        share_base=share_base,
+        arm_limit_s=arm_limit_s,
     )
     status = run_throughput(spec, session)
     if status:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from preft.bench.adapters import AdapterPaths
 from preft.bench.facts import ModelFacts
 from preft.bench.runner import Outcome, run_bench
 from preft.bench.spec import ADAPTED, BenchSpec
@@ -41,12 +42,12 @@ def fake_command(out: Path, *actions: str) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("fake_arm.py")), str(out), *actions]
 
 
-def fake_adapters(spec: BenchSpec, model: Path, *, progress: Any = None) -> dict[tuple[str, int], list[Path]]:
+def fake_adapters(spec: BenchSpec, model: Path, *, progress: Any = None) -> AdapterPaths:
     return {
-        (arm, rank): [Path(f"{arm}-{rank}-{index}") for index in range(max(spec.adapters))]
+        (arm, ranks): [Path(f"{arm}-{ranks[index % len(ranks)]}-{index}") for index in range(max(spec.adapters))]
         for arm in spec.arms
         if arm in ADAPTED
-        for rank in spec.ranks
+        for ranks in spec.ranks
     }
 
 

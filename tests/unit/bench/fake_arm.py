@@ -1,6 +1,6 @@
 """Stands in for an arm's process: reads the job, notes that it ran, answers with figures made up from it.
 
-fake_arm.py FOLDER [fail=LABEL] [hang=LABEL] [crash=LABEL] [short=LABEL]
+fake_arm.py FOLDER [fail=LABEL] [hang=LABEL] [crash=LABEL] [short=LABEL] [slow=LABEL]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-SPEEDS = {"base": 100.0, "stock-lora": 50.0, "lora": 60.0, "lorap": 90.0, "direftp": 95.0}
+SPEEDS = {"base": 100.0, "base-compiled": 125.0, "stock-lora": 50.0, "lora": 60.0, "lorap": 90.0, "direftp": 95.0}
 
 
 def figures(speed: float, state: str) -> dict[str, object]:
@@ -32,6 +32,8 @@ def figures(speed: float, state: str) -> dict[str, object]:
         "itl_s": shares,
         "fairness": {"adapters": 2, "ttft_s": ends, "request_tokens_per_s": ends, "jain_index": 0.9},
         "other_busy_cores": 0.0,
+        "adapter_kernels": {"share": 0.1, "prefill_share": 0.2, "decode_share": 0.0},
+        "energy": {"joules": 10.0, "joules_per_output_token": 0.5, "reason": None},
     }
 
 
@@ -54,6 +56,8 @@ def main() -> None:
     for run in range(1 + job["warm_runs"]):
         if actions.get("crash") == label and run == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if actions.get("slow") == label and run == 1:
+            time.sleep(60)
         if actions.get("short") == label and run == 1:
             break
         print(json.dumps({"run": figures(speed if run else speed / 2, "warm" if run else "cold")}), flush=True)

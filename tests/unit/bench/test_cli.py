@@ -38,7 +38,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         (["--output-len", "0"], "`--output-len` is not valid"),
         (["--repeats", "0"], "`--repeats` is not valid"),
         (["--mode", "fast"], "accepted: eager, default"),
-        (["--popularity", "zipf"], "accepted: distinct, uniform, or zipf:A"),
+        (["--popularity", "zipf"], "accepted: distinct, uniform, zipf:A"),
+        (["--popularity", "weights:1/2"], "got: 2 weights for 8 adapters"),
+        (["--rank", "8+"], "`--rank` is not valid\n  got: `8+`"),
+        (["--rank", "8+64,8+64"], "`--rank` is not valid\n  got: 8+64, 8+64"),
+        (["--targets", "q_proj,x_proj"], "`--targets` is not valid\n  got: x_proj\n  accepted: all, attention, or of"),
+        (["--given", "lorap"], "`--given` is not valid\n  got: `lorap`\n  accepted: ARM=DIR"),
+        (["--given", "base=x"], "`--given` is not valid\n  got: base\n  accepted: stock-lora, lora, lorap, direftp"),
+        (["--given", "lorap=x", "--rank", "8,16"], "`--rank` is a sweep"),
+        (["--once", "sglang"], "`--once` is not valid\n  got: sglang"),
+        (["--arm-limit-s", "0"], "`--arm-limit-s` is not valid"),
+        (["--tp", "0"], "`--tp` is not valid"),
         (["--dtype", "int8"], "accepted: auto, float32, bfloat16, float16"),
         (["--input-len", "600"], "The requests are longer than the model's context\n  got: 728 tokens"),
         (["--adapters", "100000000"], "100000000 adapters of the arm `stock-lora` do not fit the memory"),
@@ -138,12 +148,12 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.engine
 def test_a_real_run(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--arms", "base,lorap", "--adapters", "3", "--slots", "2", "--rank", "4", "--requests", "5"]
+    flags = ["--arms", "base,stock-lora,lorap", "--adapters", "3", "--slots", "2", "--rank", "4", "--requests", "5"]
     lengths = ["--input-len", "12", "--output-len", "6", "--repeats", "1", "--warm-runs", "1", "--dtype", "float32"]
     command = ["bench", "throughput", str(tiny_llama), *flags, *lengths, "--out", str(tmp_path), "--json", "--quiet"]
     assert run(command) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["arm"] for row in rows] == ["base", "lorap"]
+    assert [row["arm"] for row in rows] == ["base", "stock-lora", "lorap"]
     for row in rows:
         assert row["output_tokens"] == 30
         assert row["output_tokens_per_s"] > 0
@@ -152,4 +162,10 @@ def test_a_real_run(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert row["peak_rss_bytes"] > 10**8
         assert row["fairness"]["adapters"] == 3
         assert 0 < row["prefill_s"] < row["seconds"]
+        assert row["energy"]["reason"]  # no GPU here
+    shares = {row["arm"]: row["adapter_kernels"] for row in rows}
+    assert shares["base"]["share"] == 0
+    assert 0 < shares["lorap"]["prefill_share"] < 1
+    assert shares["lorap"]["decode_share"] == 0  # the point of it all
+    assert 0 < shares["stock-lora"]["decode_share"] < 1
     assert len(list((tmp_path / "adapters").glob("*/lorap-r4/a*"))) == 3

@@ -18,6 +18,7 @@ class FakeEngine:
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.have, self.adapters = tokens, [], []  # type: ignore[var-annotated]
+        self.blind = False
 
     def submit(self, prompt: Sequence[int], adapter: int | None, max_tokens: int) -> str:
         self.have.append(0)
@@ -34,6 +35,13 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return any(have < self.tokens for have in self.have)
 
+    def adapter_s(self) -> float | None:
+        """Half a second in each of the two prompt steps, a quarter in each later one."""
+        if self.blind:
+            return None
+        steps = max(sum(self.have) - 2, 0) // 2 if all(self.have) else 0
+        return 0.5 * sum(have > 0 for have in self.have) + 0.25 * steps
+
 
 def ticking(step: float = 1.0) -> Iterator[float]:
     now = 0.0
@@ -42,9 +50,12 @@ def ticking(step: float = 1.0) -> Iterator[float]:
         now += step
 
 
-def run(tokens: int, *, wanted: int | None = None, with_adapters: bool = True) -> tuple[FakeEngine, dict[str, object]]:
+def run(
+    tokens: int, *, wanted: int | None = None, with_adapters: bool = True, blind: bool = False
+) -> tuple[FakeEngine, dict[str, object]]:
     engine, clock = FakeEngine(tokens), ticking()
-    traces = drive(
+    engine.blind = blind
+    traces, steps = drive(
         engine,
         [[1], [2]],
         [0, 1],
@@ -52,7 +63,7 @@ def run(tokens: int, *, wanted: int | None = None, with_adapters: bool = True) -
         output_len=wanted or tokens,
         clock=lambda: next(clock),
     )
-    return engine, metrics(traces)
+    return engine, metrics(traces, steps)
 
 
 def test_the_numbers_of_a_run() -> None:
@@ -70,6 +81,21 @@ def test_the_numbers_of_a_run() -> None:
     fair = found["fairness"]
     assert fair["adapters"] == 2  # type: ignore[index]
     assert fair["ttft_s"] == {"min": 1, "median": 1.5, "max": 2}  # type: ignore[index]
+
+
+def test_the_share_of_adapter_kernels() -> None:
+    """Two prompt steps of a second, half of each in kernels; three later ones, a quarter of each."""
+    found = run(4)[1]["adapter_kernels"]
+    assert found == {
+        "seconds": 1.75,
+        "share": 1.75 / 5,
+        "prefill_seconds": 1.0,
+        "prefill_share": 0.5,
+        "decode_seconds": 0.75,
+        "decode_share": 0.25,
+    }
+    assert run(4, blind=True)[1]["adapter_kernels"] is None
+    assert run(1)[1]["adapter_kernels"]["decode_share"] is None  # type: ignore[index]
 
 
 def test_base_names_no_adapter() -> None:
@@ -98,13 +124,32 @@ def test_popularity() -> None:
     assert [zipf[index] / 1000 for index in range(3)] == pytest.approx([6, 3, 2], rel=0.1)
     assert Popularity.parse("uniform").choose(20, 9, seed=2) == Popularity.parse("uniform").choose(20, 9, seed=2)
     assert Popularity.parse("zipf:2.5").choose(1, 1, seed=0) == [0]
+    weights = Counter(Popularity.parse("weights:70/20/10").choose(10_000, 3, seed=1))
+    assert [weights[index] / 1000 for index in range(3)] == pytest.approx([7, 2, 1], rel=0.1)
+    with pytest.raises(UsageError, match="got: 3 weights for 4 adapters"):
+        Popularity.parse("weights:70/20/10").require_adapters(4)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "zipf", "zipf:", "zipf:0", "zipf:-1", "zipf:x", "zipf:nan", "uniform:1", "Distinct"]
+    "text",
+    [
+        "",
+        "zipf",
+        "zipf:",
+        "zipf:0",
+        "zipf:-1",
+        "zipf:x",
+        "zipf:nan",
+        "uniform:1",
+        "Distinct",
+        "weights:",
+        "weights:1/0",
+        "weights:1/x",
+        "weights",
+    ],
 )
 def test_bad_popularity_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="accepted: distinct, uniform, or zipf:A"):
+    with pytest.raises(UsageError, match="accepted: distinct, uniform, zipf:A"):
         Popularity.parse(text)
 
 

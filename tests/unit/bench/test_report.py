@@ -47,7 +47,7 @@ def fetched(page: str) -> list[str]:
 @pytest.fixture
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
     spec = spec_of(
-        tmp_path / "r", adapters=(1, 8, 64), ranks=(8, 32), repeats=2, arms=("base", "lora", "lorap", "direftp")
+        tmp_path / "r", adapters=(1, 8, 64), ranks=((8,), (32,)), repeats=2, arms=("base", "lora", "lorap", "direftp")
     )
     run_fake(spec)
     return read_rows(tmp_path / "r")

@@ -46,7 +46,7 @@ def test_a_row_holds_its_figures_and_the_whole_set_up(tmp_path: Path) -> None:
 
 
 def test_a_sweep_compares_within_a_point(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, arms=("base", "direftp"), adapters=(1, 4), ranks=(8, 32), repeats=1)
+    spec = spec_of(tmp_path, arms=("base", "direftp"), adapters=(1, 4), ranks=((8,), (32,)), repeats=1)
     run_fake(spec)
     rows = read_rows(tmp_path)
     assert [(row["adapters"], row["lora_rank"], row["arm"]) for row in rows].count((4, 32, "direftp")) == 1
@@ -58,13 +58,68 @@ def test_a_sweep_compares_within_a_point(tmp_path: Path) -> None:
 
 
 def test_a_job(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, arms=("base", "base", "direftp"), adapters=(2, 8), ranks=(8, 64))
+    spec = spec_of(tmp_path, arms=("base", "base", "direftp"), adapters=(2, 8), ranks=((8,), (64,)))
     paths = fake_adapters(spec, Path("m"))
-    job = make_job(spec, Path("m"), FACTS, "direftp", 0, Point(2, 64), paths)
+    job = make_job(spec, Path("m"), FACTS, "direftp", 0, Point(2, (64,)), paths)
     assert (job.rank, job.adapter_paths) == (8, ("direftp-64-0", "direftp-64-1"))
-    second = make_job(spec, Path("m"), FACTS, "base-2", 0, Point(2, 64), paths)
+    second = make_job(spec, Path("m"), FACTS, "base-2", 0, Point(2, (64,)), paths)
     assert (second.arm, second.adapter_paths) == ("base", ())
     assert second.max_num_seqs == 4
+
+
+def test_mixed_ranks_are_one_point(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, arms=("base", "lorap"), adapters=(3,), ranks=((8,), (8, 64)), repeats=1)
+    assert [point.rank for point in spec.points] == [8, "8+64"]
+    paths = fake_adapters(spec, Path("m"))
+    job = make_job(spec, Path("m"), FACTS, "lorap", 0, spec.points[1], paths)
+    assert (job.rank, job.lora_rank) == (64, "8+64")
+    assert job.adapter_paths == ("lorap-8-0", "lorap-64-1", "lorap-8-2")
+    run_fake(spec)
+    rows = read_rows(tmp_path)
+    assert {row["lora_rank"] for row in rows} == {8, "8+64"}
+    assert all(row["ratio_to_base"] == pytest.approx(0.9) for row in rows if row["arm"] == "lorap")
+    assert rows[0]["setup"]["ranks"] == [8, "8+64"]
+
+
+def test_requests_follow_the_adapters(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, requests=None, adapters=(1, 64, 512))
+    assert [spec.requests_at(adapters) for adapters in spec.adapters] == [64, 64, 512]
+    assert spec.most_requests == 512
+    assert make_job(spec, Path("m"), FACTS, "base", 0, Point(512, (16,)), {}).max_num_seqs == 512
+    assert spec_of(tmp_path, requests=5, adapters=(64,)).requests_at(64) == 5
+
+
+def test_arms_without_adapters_can_be_shared_and_others_measured_once(tmp_path: Path) -> None:
+    arms = ("base", "base-compiled", "lora", "lorap")
+    spec = spec_of(tmp_path, arms=arms, adapters=(1, 8, 128), requests=None, repeats=2, share_base=True, once=("lora",))
+    outcome = run_fake(spec)
+    ran = [(job["label"], job["adapters"], job["repeat"]) for job in jobs_that_ran(tmp_path)]
+    # 1 and 8 adapters have the same 64 requests; 128 have their own.
+    assert sum(label == "base" for label, _, _ in ran) == 2 * 2
+    assert sum(label == "lorap" for label, _, _ in ran) == 2 * 3
+    assert [repeat for label, _, repeat in ran if label == "lora"] == [0, 0, 0]
+    rows = read_rows(tmp_path)
+    assert len(rows) == 2 * 3 * 3 + 3
+    lorap = [row for row in rows if row["arm"] == "lorap"]
+    assert all(row["ratio_to_base"] == pytest.approx(0.9, rel=0.02) for row in lorap)
+    assert all(row["ratio_to_base_compiled"] == pytest.approx(0.72, rel=0.02) for row in lorap)
+    assert sum(row["shared"] for row in rows) == 2 * 2
+    assert "arms without adapters were measured once for all points with the same requests" in remarks(
+        rows, summarise(rows), outcome.status
+    )
+
+
+def test_an_arm_that_takes_too_long_is_stopped_and_has_not_failed(tmp_path: Path) -> None:
+    outcome = run_fake(spec_of(tmp_path, repeats=2, arm_limit_s=3.0), "slow=lora")
+    assert outcome.status == COMPLETE
+    rows = read_rows(tmp_path)
+    stopped = [row for row in rows if row["error"]]
+    assert [(row["arm"], row["repeat"]) for row in stopped] == [("lora", 0)]  # not tried again
+    assert "stopped after 3 s" in stopped[0]["error"]["message"]
+    assert "with 1 of 3 runs done" in stopped[0]["error"]["message"]
+    assert stopped[0]["cold"]["output_tokens_per_s"] > 0
+    assert not any(row["partial"] for row in rows)
+    assert any("the arm lora was not measured" in note for note in remarks(rows, summarise(rows), outcome.status))
 
 
 def test_equal_arms_are_told_apart(tmp_path: Path) -> None:
@@ -129,10 +184,10 @@ def test_rows_on_disk_are_partial_until_the_end(tmp_path: Path, monkeypatch: pyt
     seen: list[list[bool]] = []
     from preft.bench import runner
 
-    def spy(job: object, log: Path, *, command: object) -> object:
+    def spy(job: object, log: Path, **how: object) -> object:
         if (tmp_path / ROWS_NAME).exists():
             seen.append([row["partial"] for row in read_rows(tmp_path)])
-        return run_arm(job, log, command=command)  # type: ignore[arg-type]
+        return run_arm(job, log, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner, "run_arm", spy)
     run_fake(spec_of(tmp_path, repeats=1))
@@ -151,7 +206,7 @@ def test_an_earlier_result_is_kept(tmp_path: Path) -> None:
 def test_the_real_arm_refuses_a_bad_job(tmp_path: Path) -> None:
     """The real process, a job whose model does not exist: the error comes back as it was raised."""
     spec = spec_of(tmp_path, arms=("base",), warm_runs=1)
-    job = make_job(spec, tmp_path / "nothing", FACTS, "base", 0, Point(2, 16), {})
+    job = make_job(spec, tmp_path / "nothing", FACTS, "base", 0, Point(2, (16,)), {})
     broken = [*ARM_COMMAND[:2], "tests_no_such_module"]
     result = run_arm(job, tmp_path / "logs" / "base.log", command=broken)
     assert result.error is not None
