@@ -36,7 +36,9 @@ class Entry:
 
     Attributes:
         adapter_id: Engine-wide integer id; never reused.
-        reference: What to load, or None where a worker reported it unasked.
+        sources: Where it can be loaded from, by folder; several names may mean one adapter in several folders. Empty
+            where a worker reported it unasked.
+        broken: Folders from which it could not be loaded since it was last ready.
         residency: Its state.
         num_bytes: Bytes it holds in the host tier; 0 until ready.
         reason: Why it failed.
@@ -45,12 +47,18 @@ class Entry:
     """
 
     adapter_id: int
-    reference: AdapterReference | None = None
+    sources: dict[str, AdapterReference] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
     residency: Residency = Residency.QUEUED
     num_bytes: int = 0
     reason: str = ""
     requests: set[str] = field(default_factory=set)
     active: set[str] = field(default_factory=set)
+
+    @property
+    def reference(self) -> AdapterReference | None:
+        """What to load."""
+        return next(iter(self.sources.values()), None)
 
     @property
     def prompt_only(self) -> bool:
@@ -65,7 +73,7 @@ class Entry:
     @property
     def can_return(self) -> bool:
         """Whether it could be loaded again."""
-        return self.reference is not None and bool(self.reference.folder)
+        return any(self.sources)
 
 
 class AdapterLedger:
@@ -83,15 +91,20 @@ class AdapterLedger:
         self.num_dropped = 0
         self._ids: dict[str, int] = {}
         self._queue: dict[str, None] = {}
+        self._unwanted: set[str] = set()
         self._largest = 0
 
     def acquire(self, reference: AdapterReference, request_id: str) -> Entry:
         """Notes that a request needs an adapter, and queues its loading where it is not there."""
         entry = self.entries.get(reference.digest)
         if entry is None or (entry.residency is Residency.FAILED and not entry.requests):
-            entry = self.entries[reference.digest] = Entry(self.id_of(reference.digest), reference)
+            entry = self.entries[reference.digest] = Entry(self.id_of(reference.digest))
             self._queue[reference.digest] = None
-        entry.reference = entry.reference or reference
+        self._unwanted.discard(reference.digest)
+        if reference.folder not in entry.broken:
+            entry.sources.setdefault(reference.folder, reference)
+            if entry.residency is Residency.FAILED:
+                self._try_again(reference.digest, entry)
         entry.requests.add(request_id)
         entry.active.add(request_id)
         self.entries.move_to_end(reference.digest)
@@ -122,7 +135,7 @@ class AdapterLedger:
         """Takes in what the worker reported."""
         for digest, num_bytes in report.loaded.items():
             entry = self.entries.setdefault(digest, Entry(self.id_of(digest)))
-            entry.residency, entry.num_bytes, entry.reason = Residency.READY, num_bytes, ""
+            entry.residency, entry.num_bytes, entry.reason, entry.broken = Residency.READY, num_bytes, "", set()
             self._queue.pop(digest, None)
             self._largest = max(self._largest, num_bytes)
         for digest, reason in report.failed.items():
@@ -131,8 +144,18 @@ class AdapterLedger:
             if failed is None or failed.residency is Residency.QUEUED:
                 continue
             failed.residency, failed.num_bytes, failed.reason = Residency.FAILED, 0, reason
+            if failed.reference is not None:
+                failed.broken.add(failed.reference.folder)
+                del failed.sources[failed.reference.folder]
             if not failed.requests:
                 del self.entries[digest]
+            elif failed.sources:
+                self._try_again(digest, failed)
+        # One that a request has asked for since is wanted after all.
+        self._unwanted |= {digest for digest in report.released if digest in self.entries}
+        self._unwanted = {
+            digest for digest in self._unwanted if digest in self.entries and not self.entries[digest].requests
+        }
 
     def take_orders(self) -> LoadOrders:
         """What the worker must do now; each order is given once."""
@@ -149,6 +172,11 @@ class AdapterLedger:
     def waits_for_load(self) -> bool:
         """Whether a load is under way."""
         return any(entry.residency is Residency.LOADING for entry in self.entries.values())
+
+    def _try_again(self, digest: str, entry: Entry) -> None:
+        """Queues an adapter that failed from one folder to be loaded from another."""
+        entry.residency, entry.reason = Residency.QUEUED, ""
+        self._queue[digest] = None
 
     def _count(self, residency: Residency) -> int:
         return sum(entry.residency is residency for entry in self.entries.values())
@@ -180,16 +208,17 @@ class AdapterLedger:
     def _drop(self, surplus: int) -> list[str]:
         """Forgets adapters until no surplus is left: the longest unused first, unreferenced ones before others."""
         dropped: list[str] = []
-        if surplus <= 0:
+        if surplus <= 0 and not self._unwanted:
             return dropped
         ready = [item for item in self.entries.items() if item[1].residency is Residency.READY]
         unreferenced = [item for item in ready if not item[1].requests]
         resting = [item for item in ready if item[1].requests and not item[1].active and item[1].can_return]
         for digest, entry in (*unreferenced, *resting):
-            if surplus <= 0:
-                break
+            if surplus <= 0 and digest not in self._unwanted:
+                continue
             surplus -= entry.num_bytes
             del self.entries[digest]
+            self._unwanted.discard(digest)
             dropped.append(digest)
         self.num_dropped += len(dropped)
         return dropped

@@ -42,10 +42,12 @@ class StepReport:
     Attributes:
         loaded: Digest to bytes held, for adapters that became ready since the last report.
         failed: Digest to reason, for adapters that could not be loaded.
+        released: Digests that the front end has let go: of no use once no request refers to them.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.failed)
+        return bool(self.loaded or self.failed or self.released)

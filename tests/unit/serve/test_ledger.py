@@ -192,3 +192,43 @@ def test_book_and_worker_agree_whatever_happens(events: list[tuple[str, int]]) -
     ledger.apply(report)
     assert all(len(entry.requests) <= 1 for entry in ledger.entries.values())
     assert worker == {key for key, entry in ledger.entries.items() if entry.residency is Residency.READY}
+
+
+def test_what_was_let_go_is_dropped_whatever_the_budget_unless_it_is_asked_for_again() -> None:
+    ledger = AdapterLedger(100 * BYTES, slots=4)
+    for number in (1, 2, 3):
+        ledger.acquire(reference(number, folder=""), f"{number}")
+    ledger.take_orders()
+    ready(ledger, 1, 2, 3)
+    for number in (1, 2):
+        ledger.release(digest(number), f"{number}")
+
+    ledger.apply(StepReport(released=[digest(1), digest(2), digest(3), digest(4)]))
+    ledger.acquire(reference(2, folder=""), "again")
+
+    assert drops(ledger.take_orders()) == [1]
+    assert set(ledger.entries) == {digest(2), digest(3)}
+    assert drops(ledger.take_orders()) == []
+
+
+def test_an_adapter_with_two_folders_is_loaded_from_the_one_that_is_left() -> None:
+    """Two names of one adapter: what became of one name's folder does not fail the other's requests."""
+    ledger = AdapterLedger(100 * BYTES, slots=4)
+    for folder, request in (("/one", "a"), ("/two", "b")):
+        ledger.acquire(reference(1, folder=folder), request)
+    assert ledger.take_orders().load == (reference(1, folder="/one").encode(),)
+
+    ledger.apply(StepReport(failed={digest(1): "gone"}))
+    ledger.acquire(reference(1, folder="/one"), "a")
+    assert ledger.take_orders().load == (reference(1, folder="/two").encode(),)
+
+    ledger.apply(StepReport(failed={digest(1): "gone too"}))
+    entry = ledger.acquire(reference(1, folder="/one"), "a")
+    assert (entry.residency, entry.reason) == (Residency.FAILED, "gone too")
+    assert ledger.take_orders().load == ()
+
+    # A third name, before the others' requests are over.
+    assert ledger.acquire(reference(1, folder="/three"), "c").residency is Residency.QUEUED
+    assert ledger.take_orders().load == (reference(1, folder="/three").encode(),)
+    ready(ledger, 1)
+    assert ledger.entries[digest(1)].broken == set()
