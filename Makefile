@@ -13,7 +13,7 @@ SETUP := VENV=$(VENV) $(if $(PYTHON),PYTHON=$(PYTHON)) scripts/setup.sh
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup gpu demo test test-full fast check docs docs-reference format clean
+.PHONY: help setup gpu demo test test-full fast bench check docs docs-reference format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test-full: setup ## All tests, long property tests whole
 
 fast: setup ## Tests without an engine or the embedded model (under 3 minutes)
 	@$(PYTEST) -m "not engine and not smollm2"
+
+bench: setup ## The standing benchmark: 10 minutes on two quiet cores; rewrites its table in the README
+	@$(BIN)/python benchmarks/standing.py
 
 check: setup ## Formatting, lint, types, import rules
 	@$(BIN)/ruff format --check .

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from preft.bench.compare import Comparison
 from preft.bench.facts import available_memory, read_facts, room_for_adapters
-from preft.bench.page import LATENCY_COLUMNS, SPEED_COLUMNS, save_page
-from preft.bench.plots import require_matplotlib, save_plots
+from preft.bench.page import LATENCY_COLUMNS, SPEED_COLUMNS
+from preft.bench.plots import require_matplotlib
+from preft.bench.report import write_report
 from preft.bench.runner import COMPLETE, INTERRUPTED, run_bench
 from preft.bench.spec import BenchSpec, require_fitting, require_writable
-from preft.bench.summary import remarks, summarise
 from preft.errors import EngineError, UsageError
 from preft.models.locate import locate_model
 from preft_cli.console import Session
@@ -95,12 +95,9 @@ def run_throughput(spec: BenchSpec, session: Session, **parts: Any) -> int:
         room = room_for_adapters(spec.out)
         require_fitting(spec, facts, memory_bytes=available_memory(), disk_bytes=room)
         outcome = run_bench(spec, folder, facts, progress=progress, **parts)
-        entries = summarise(outcome.rows)
-        notes = remarks(outcome.rows, entries, outcome.status)
-        save_plots(entries, spec.out)
-        page = save_page(spec.out, entries, notes, outcome.setup)
-    _report(session, outcome, entries, notes)
-    session.note(f"rows, plots and {page}")
+        report = write_report(outcome.rows, outcome.status, outcome.setup, spec.out)
+    _report(session, outcome, report.entries, report.notes)
+    session.note(f"rows, plots and {report.page}")
     if outcome.status == INTERRUPTED:
         return INTERRUPTED_STATUS
     return OK if outcome.status == COMPLETE else FAILED

@@ -18,6 +18,54 @@ def bench() -> None:
     """Measure what adapters cost here: arms in processes of their own, interleaved and repeated."""
 
 
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")]
+_Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="For rows, plots, page, logs and adapters.")]
+_Arms = Annotated[
+    str,
+    typer.Option(
+        "--arms",
+        help="Of base, base-compiled, base-preft, stock-lora, lora, lorap, direftp; one twice shows the noise.",
+    ),
+]
+_Adapters = Annotated[str, typer.Option("--adapters", metavar="N[,N]", help="Distinct adapters.")]
+_Slots = Annotated[int, typer.Option("--slots", help="Adapters that one step may hold.")]
+_Rank = Annotated[str, typer.Option("--rank", metavar="R[,R]", help="Of the LoRA adapters; `8+64` mixes ranks.")]
+_DireftRank = Annotated[int, typer.Option("--direft-rank", help="Of the DiReFT adapters.")]
+_InputLen = Annotated[int, typer.Option("--input-len", help="Prompt tokens a request.")]
+_OutputLen = Annotated[int, typer.Option("--output-len", help="Output tokens; end-of-sequence is ignored.")]
+_Requests = Annotated[
+    int | None, typer.Option("--requests", help="Requests a run, submitted at once. Default: 64, or as adapters.")
+]
+_MaxNumSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Requests that run at once. Default: all.")]
+_Mode = Annotated[str, typer.Option("--mode", help="eager, or default: what the engine chooses.")]
+_Repeats = Annotated[int, typer.Option("--repeats", help="Processes an arm and point.")]
+_WarmRuns = Annotated[int, typer.Option("--warm-runs", help="Runs of a process after its cold one.")]
+_Popularity = Annotated[
+    str,
+    typer.Option("--popularity", help="How requests choose adapters: distinct, uniform, zipf:A or weights:W/W."),
+]
+_Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+_KvCache = Annotated[
+    float | None, typer.Option("--kv-cache-gib", help="Size of the KV cache. Default: enough for all requests.")
+]
+_Targets = Annotated[
+    str, typer.Option("--targets", help="Linears that LoRA acts on: all, attention, or names such as q_proj,v_proj.")
+]
+_Given = Annotated[
+    list[str] | None,
+    typer.Option("--given", metavar="ARM=DIR", help="Adapters of your own for an arm: the subfolders of DIR."),
+]
+_Tp = Annotated[int, typer.Option("--tp", help="GPUs or CPU workers that share the model.")]
+_Once = Annotated[str, typer.Option("--once", metavar="ARM[,ARM]", help="Arms to measure in the first repeat only.")]
+_ShareBase = Annotated[
+    bool, typer.Option("--share-base", help="Measure arms without adapters once for points with the same requests.")
+]
+_ArmLimit = Annotated[
+    float | None, typer.Option("--arm-limit-s", help="Stop a process of an arm after so many seconds, and say so.")
+]
+_Seed = Annotated[int, typer.Option("--seed", help="Of adapters, prompts and choices.")]
+
+
 @app.command(
     "throughput",
     epilog=examples(
@@ -27,59 +75,30 @@ def bench() -> None:
     ),
 )
 def throughput(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="For rows, plots, page, logs and adapters.")],
-    arms: Annotated[
-        str,
-        typer.Option(
-            "--arms",
-            help="Of base, base-compiled, base-preft, stock-lora, lora, lorap, direftp; one twice shows the noise.",
-        ),
-    ] = "base,stock-lora,lora,lorap,direftp",
-    adapters: Annotated[str, typer.Option("--adapters", metavar="N[,N]", help="Distinct adapters.")] = "8",
-    slots: Annotated[int, typer.Option("--slots", help="Adapters that one step may hold.")] = 8,
-    rank: Annotated[
-        str, typer.Option("--rank", metavar="R[,R]", help="Of the LoRA adapters; `8+64` mixes ranks.")
-    ] = "16",
-    direft_rank: Annotated[int, typer.Option("--direft-rank", help="Of the DiReFT adapters.")] = 8,
-    input_len: Annotated[int, typer.Option("--input-len", help="Prompt tokens a request.")] = 128,
-    output_len: Annotated[int, typer.Option("--output-len", help="Output tokens; end-of-sequence is ignored.")] = 128,
-    requests: Annotated[
-        int | None, typer.Option("--requests", help="Requests a run, submitted at once. Default: 64, or as adapters.")
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option("--max-num-seqs", help="Requests that run at once. Default: all.")
-    ] = None,
-    mode: Annotated[str, typer.Option("--mode", help="eager, or default: what the engine chooses.")] = "eager",
-    repeats: Annotated[int, typer.Option("--repeats", help="Processes an arm and point.")] = 3,
-    warm_runs: Annotated[int, typer.Option("--warm-runs", help="Runs of a process after its cold one.")] = 2,
-    popularity: Annotated[
-        str,
-        typer.Option("--popularity", help="How requests choose adapters: distinct, uniform, zipf:A or weights:W/W."),
-    ] = "distinct",
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
-    kv_cache_gib: Annotated[
-        float | None, typer.Option("--kv-cache-gib", help="Size of the KV cache. Default: enough for all requests.")
-    ] = None,
-    targets: Annotated[
-        str,
-        typer.Option("--targets", help="Linears that LoRA acts on: all, attention, or names such as q_proj,v_proj."),
-    ] = "all",
-    given: Annotated[
-        list[str] | None,
-        typer.Option("--given", metavar="ARM=DIR", help="Adapters of your own for an arm: the subfolders of DIR."),
-    ] = None,
-    tp: Annotated[int, typer.Option("--tp", help="GPUs or CPU workers that share the model.")] = 1,
-    once: Annotated[
-        str, typer.Option("--once", metavar="ARM[,ARM]", help="Arms to measure in the first repeat only.")
-    ] = "",
-    share_base: Annotated[
-        bool, typer.Option("--share-base", help="Measure arms without adapters once for points with the same requests.")
-    ] = False,
-    arm_limit_s: Annotated[
-        float | None, typer.Option("--arm-limit-s", help="Stop a process of an arm after so many seconds, and say so.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of adapters, prompts and choices.")] = 0,
+    model: _Model,
+    out: _Out,
+    arms: _Arms = "base,stock-lora,lora,lorap,direftp",
+    adapters: _Adapters = "8",
+    slots: _Slots = 8,
+    rank: _Rank = "16",
+    direft_rank: _DireftRank = 8,
+    input_len: _InputLen = 128,
+    output_len: _OutputLen = 128,
+    requests: _Requests = None,
+    max_num_seqs: _MaxNumSeqs = None,
+    mode: _Mode = "eager",
+    repeats: _Repeats = 3,
+    warm_runs: _WarmRuns = 2,
+    popularity: _Popularity = "distinct",
+    dtype: _Dtype = "auto",
+    kv_cache_gib: _KvCache = None,
+    targets: _Targets = "all",
+    given: _Given = None,
+    tp: _Tp = 1,
+    once: _Once = "",
+    share_base: _ShareBase = False,
+    arm_limit_s: _ArmLimit = None,
+    seed: _Seed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
