@@ -150,10 +150,10 @@ def load_examples(
     """
     report = DataReport(str(path))
     found = ExampleSet()
-    for line, data in _lines(Path(path), report):
+    for line, data in read_lines(Path(path), report):
         report.rows += 1
         try:
-            row = _parse(data)
+            row = parse_line(data)
             schema = _schema(row)
             if report.schema is None and schema == "messages":
                 encoder.require_usable()
@@ -225,7 +225,12 @@ def _pairs(
     return [pair]
 
 
-def _parse(data: bytes | None) -> dict[str, Any]:
+def parse_line(data: bytes | None) -> dict[str, Any]:
+    """The object on a line that `read_lines` gave.
+
+    Raises:
+        RequestError: It holds none, or is too long.
+    """
     if data is None:
         raise RequestError("the line is too long", accepted=f"{MAX_LINE_BYTES} bytes at most")
     try:
@@ -235,7 +240,7 @@ def _parse(data: bytes | None) -> dict[str, Any]:
         raise RequestError("the line is not a JSON object", got=got[:120]) from None
 
 
-def _lines(path: Path, report: DataReport) -> Iterator[tuple[int, bytes | None]]:
+def read_lines(path: Path, report: DataReport) -> Iterator[tuple[int, bytes | None]]:
     """Numbered lines that are not blank; None for one that is too long. The file's digest goes into the report."""
     digest = hashlib.sha256()
     try:
