@@ -79,6 +79,14 @@ def adapter_from_bytes(
     return adapter
 
 
+def adapter_to_bytes(adapter: Adapter) -> tuple[bytes, bytes]:
+    """The contents of the two files that `save_adapter` would write: `preft.json`, `preft.safetensors`."""
+    from safetensors.torch import save
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
+    return adapter.manifest.to_json().encode(), save(tensors)
+
+
 def save_adapter(adapter: Adapter, folder: Path | str, *, readme: str | None = None, force: bool = False) -> None:
     """Writes an adapter folder, whole or not at all.
 

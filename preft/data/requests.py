@@ -22,6 +22,8 @@ class GenerationRequest:
         ignore_eos: Go on to `max_tokens` whatever is generated.
         num_logprobs: How many alternatives to report for each output token, or None for no log-probabilities.
         want_prompt_logprobs: Report the log-probability of each prompt token under the model.
+        stop: Texts that end the output. None of them is in the answer's text; its tokens reach to the one that
+            completed the stop text.
     """
 
     id: str
@@ -34,6 +36,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     want_prompt_logprobs: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,3 +88,20 @@ class GenerationResult:
         if self.error is not None:
             document["error"] = dict(self.error)
         return document
+
+
+@dataclass(frozen=True)
+class RequestUpdate:
+    """How far a submitted request is.
+
+    Attributes:
+        ticket: What `submit` returned.
+        num_tokens: Output tokens so far.
+        text: Their text, which may still grow at its end.
+        result: Its answer once it is finished, else None.
+    """
+
+    ticket: str
+    num_tokens: int
+    text: str = ""
+    result: GenerationResult | None = None

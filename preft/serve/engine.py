@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from preft.adapters.adapter import Adapter
 from preft.adapters.fingerprint import fingerprint_base
+from preft.adapters.manifest import Manifest
+from preft.adapters.store import adapter_to_bytes
 from preft.config.progress import Progress
 from preft.data.encode import has_tokenizer
-from preft.data.requests import GenerationRequest, GenerationResult
+from preft.data.requests import GenerationRequest, GenerationResult, RequestUpdate
 from preft.errors import AdapterError, EngineError, PreftError, RequestError
 from preft.models.locate import locate_model
 from preft.positions import resolve_boundary
-from preft.serve.registry import AdapterRegistry, Registered, Unavailable
+from preft.serve.pushes import require_pushed
+from preft.serve.registry import AdapterRegistry, Registered, Source, Unavailable
+from preft.serve.request_form import check_request, failed_result, sampling_params, token_logprobs
 from preft.serve.settings import EngineSettings, bind_all_cores
+from preft.serve.stock import execution_facts
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.outputs import RequestOutput
 
-_SEEDS = 1 << 63
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -60,8 +63,9 @@ class Engine:
         config = self._core.vllm_config.model_config
         self.max_model_len: int = config.max_model_len
         self.vocab_size: int = config.get_vocab_size()
+        self._can_detokenize = not config.skip_tokenizer_init
         self._serial = 0
-        self._entries: dict[str, Registered | None] = {}
+        self._entries: dict[str, tuple[GenerationRequest, Registered | None]] = {}
         global _open_engine
         _open_engine = weakref.ref(self)
 
@@ -79,13 +83,95 @@ class Engine:
             self._core.engine_core.shutdown()
             self._llm = self._core = None
 
-    def add_adapter(self, name: str, folder: Path | str) -> Registered:
-        """Registers an adapter, or a new version of one. Requests under way keep what they started with."""
-        return self.registry.register(name, folder)
+    def add(self, name: str, source: Source) -> Registered:
+        """Registers an adapter under a new name.
 
-    def remove_adapter(self, name: str) -> None:
-        """Forgets an adapter's name."""
+        Args:
+            name: What requests will call it.
+            source: Its folder; or an adapter in memory, which then lives in the workers' memory alone.
+
+        Raises:
+            UsageError: The name is taken or not acceptable.
+            PreftError: The adapter cannot be served.
+        """
+        self.registry.require_new(name)
+        return self._register(name, source)
+
+    def replace(self, name: str, source: Source) -> Registered:
+        """Makes a name mean another adapter for later requests; those under way finish under the old one.
+
+        Raises:
+            UnknownAdapterError: The name is not registered.
+            PreftError: The adapter cannot be served; the name keeps its meaning.
+        """
+        self.registry.require_known(name)
+        return self._register(name, source)
+
+    def push(self, name: str, adapter: Adapter) -> Registered:
+        """Adds or replaces an adapter from memory, without any file: what training calls after each update.
+
+        Every rank checks the digest before the name changes its meaning. Nothing is paused, no cache is emptied.
+
+        Raises:
+            PreftError: As `replace`.
+        """
+        return self._register(name, adapter)
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter's name; requests under way finish under it.
+
+        Raises:
+            UnknownAdapterError: The name is not registered.
+        """
         self.registry.remove(name)
+        self._let_go()
+
+    def manifest(self, name: str) -> Manifest:
+        """What a name means now.
+
+        Raises:
+            UnknownAdapterError: The name is not registered.
+            AdapterError: Its adapter cannot be served.
+        """
+        return self.registry.resolve(name).manifest
+
+    def _register(self, name: str, source: Source) -> Registered:
+        self._require_open()
+        entry, adapter = self.registry.check(name, source)
+        if entry.in_memory:
+            self._send(entry.digest, adapter)
+        before = self.registry.get(name)
+        if isinstance(before, Registered) and not before.in_memory and before.digest in self._digests_in_use():
+            # Its folder may hold the new one by now. One that is neither in memory nor on disk fails its requests.
+            self.call_workers("preft_hold", [before.reference.encode()])
+        self.registry.install(entry)
+        self._let_go()
+        return entry
+
+    def _send(self, digest: str, adapter: Adapter) -> None:
+        manifest, tensors = adapter_to_bytes(adapter)
+        self.call_workers("preft_push", digest, manifest, tensors)
+        try:
+            require_pushed(digest, self.call_workers("preft_pushed", digest, True))
+        except PreftError:
+            self._let_go_of([digest])
+            raise
+
+    def _digests_in_use(self) -> set[str]:
+        return {entry.digest for _, entry in self._entries.values() if entry is not None}
+
+    def _let_go(self) -> None:
+        """Tells the workers which adapters no name means and no request uses any more."""
+        if self.registry.has_retired:
+            self._let_go_of(self.registry.take_unused(self._digests_in_use()))
+
+    def _let_go_of(self, digests: Sequence[str]) -> None:
+        known = self._digests_in_use() | {
+            entry.digest for entry in self.registry.entries() if isinstance(entry, Registered)
+        }
+        unused = [digest for digest in digests if digest not in known]
+        if unused and self._core is not None:
+            self.call_workers("preft_release", unused)
 
     def prefetch(self, names: Sequence[str] | None = None) -> None:
         """Brings adapters into host memory ahead of requests and waits until they are there.
@@ -144,67 +230,108 @@ class Engine:
         try:
             for index, request in enumerate(requests):
                 try:
-                    running[self._submit(request)] = index
+                    running[self.submit(request)] = index
                 except PreftError as error:
                     results[index] = failed_result(request, error)
                     if progress is not None:
                         progress.advance()
-            for output in self._finished(running):
-                index = running.pop(output.request_id)
-                results[index] = self._result(requests[index], output)
-                if progress is not None:
-                    progress.advance()
+            while running and self.has_unfinished:
+                for update in self.step():
+                    if update.result is not None and update.ticket in running:
+                        results[running.pop(update.ticket)] = update.result
+                        if progress is not None:
+                            progress.advance()
+            if running:
+                raise EngineError("The engine stopped before all requests were finished", got=f"{len(running)} left")
         finally:
-            if running and self._core is not None:
-                self._core.abort_request(list(running), internal=False)
-            for engine_id in running:
-                self._entries.pop(engine_id, None)
+            self.abort(list(running))
             if progress is not None:
                 progress.finish()
         return [results[index] for index in range(len(requests))]
 
-    def _require_open(self) -> None:
-        if self._core is None:
-            raise EngineError("The engine is closed", hint="make a new one")
+    def submit(self, request: GenerationRequest) -> str:
+        """Adds a request without waiting for it.
 
-    def _submit(self, request: GenerationRequest) -> str:
+        Returns:
+            A ticket by which `step` and `abort` know it.
+
+        Raises:
+            PreftError: It cannot be served.
+        """
+        self._require_open()
         entry = self.registry.resolve(request.adapter) if request.adapter is not None else None
-        check_request(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        check_request(
+            request,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            has_tokenizer=self._can_detokenize,
+        )
         from vllm.exceptions import VLLMClientError
 
         self._serial += 1
-        engine_id = f"{self._serial}"
+        ticket = f"{self._serial}"
         try:
             self._core.add_request(
-                engine_id,
+                ticket,
                 {"prompt_token_ids": list(request.prompt_token_ids)},
                 sampling_params(request),
                 lora_request=entry.reference.to_lora_request(entry.name) if entry is not None else None,
             )
         except (VLLMClientError, ValueError, TypeError) as error:
             raise RequestError("vLLM does not take the request", got=str(error)) from error
-        self._entries[engine_id] = entry
-        return engine_id
+        self._entries[ticket] = request, entry
+        return ticket
 
-    def _finished(self, running: Mapping[str, int]) -> Iterator[RequestOutput]:
-        while running and self._core.has_unfinished_requests():
-            for output in self._step():
-                if output.finished and output.request_id in running:
-                    yield output
-        if running:
-            raise EngineError("The engine stopped before all requests were finished", got=f"{len(running)} left")
+    def step(self) -> list[RequestUpdate]:
+        """Runs one step of the engine.
 
-    def _step(self) -> list[RequestOutput]:
+        Returns:
+            How far each request is that the step has moved; a finished one holds its result.
+
+        Raises:
+            EngineError: The engine itself has failed, or is closed.
+        """
+        self._require_open()
         try:
             outputs: list[RequestOutput] = self._core.step()
         except Exception as error:
             raise EngineError(
                 "The engine has failed", got=f"{type(error).__name__}: {error}", hint="close it and start another"
             ) from error
-        return outputs
+        updates = [self._update(output) for output in outputs if output.request_id in self._entries]
+        self._let_go()
+        return updates
 
-    def _result(self, request: GenerationRequest, output: RequestOutput) -> GenerationResult:
-        entry = self._entries.pop(output.request_id)
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a submitted request is not finished."""
+        self._require_open()
+        return bool(self._core.has_unfinished_requests())
+
+    def abort(self, tickets: Sequence[str]) -> None:
+        """Ends requests without a result; those that are finished already are ignored."""
+        left = [ticket for ticket in tickets if self._entries.pop(ticket, None) is not None]
+        if left and self._core is not None:
+            self._core.abort_request(left, internal=False)
+            self._let_go()
+
+    def execution_facts(self) -> Mapping[str, Any]:
+        """How the engine really runs, which is not always as it was asked."""
+        self._require_open()
+        return execution_facts(self._core)
+
+    def _require_open(self) -> None:
+        if self._core is None:
+            raise EngineError("The engine is closed", hint="make a new one")
+
+    def _update(self, output: RequestOutput) -> RequestUpdate:
+        num_tokens, text = len(output.outputs[0].token_ids), output.outputs[0].text
+        if not output.finished:
+            return RequestUpdate(output.request_id, num_tokens, text)
+        request, entry = self._entries.pop(output.request_id)
+        return RequestUpdate(output.request_id, num_tokens, text, self._result(request, entry, output))
+
+    def _result(self, request: GenerationRequest, entry: Registered | None, output: RequestOutput) -> GenerationResult:
         completion = output.outputs[0]
         if completion.finish_reason == "error":
             reason = self._failure(output.request_id)
@@ -212,16 +339,14 @@ class Engine:
         return GenerationResult(
             id=request.id,
             adapter=request.adapter,
-            digest=entry.reference.digest if entry is not None else None,
+            digest=entry.digest if entry is not None else None,
             prompt_token_ids=request.prompt_token_ids,
             boundary=resolve_boundary(len(request.prompt_token_ids), request.boundary) if entry is not None else 0,
             token_ids=tuple(completion.token_ids),
             text=completion.text,
             finish_reason=completion.finish_reason,
-            logprobs=_token_logprobs(completion.token_ids, completion.logprobs),
-            prompt_logprobs=_token_logprobs(
-                request.prompt_token_ids[1:], (output.prompt_logprobs or [None])[1:] or None
-            )
+            logprobs=token_logprobs(completion.token_ids, completion.logprobs),
+            prompt_logprobs=token_logprobs(request.prompt_token_ids[1:], (output.prompt_logprobs or [None])[1:] or None)
             if request.want_prompt_logprobs
             else None,
         )
@@ -245,76 +370,6 @@ def _require_alone() -> None:
         raise EngineError(
             "Another engine is open in this process", hint="close it first, or start the second in a process of its own"
         )
-
-
-def check_request(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Refuses, in the front end, a request that the engine could not serve.
-
-    Raises:
-        RequestError: Its prompt, boundary or limits are not valid.
-    """
-    length = len(request.prompt_token_ids)
-    if not length:
-        raise RequestError("The prompt is empty", accepted="at least one token")
-    if length >= max_model_len:
-        raise RequestError(
-            "The prompt does not fit the context", got=f"{length} tokens", accepted=f"at most {max_model_len - 1}"
-        )
-    outside = [token for token in request.prompt_token_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise RequestError(
-            "The prompt holds a token id that the model does not have",
-            got=str(outside[0]),
-            accepted=f"0 to {vocab_size - 1}",
-        )
-    _check_settings(request)
-    if request.adapter is None and request.boundary not in (None, 0):
-        raise RequestError("A boundary was given without an adapter", hint="name an adapter, or leave `boundary` out")
-    if request.adapter is not None:
-        resolve_boundary(length, request.boundary)
-
-
-def _check_settings(request: GenerationRequest) -> None:
-    if request.max_tokens < 1:
-        raise RequestError("`max_tokens` is not valid", got=str(request.max_tokens), accepted="at least 1")
-    if not 0 <= request.temperature < math.inf:
-        raise RequestError("`temperature` is not valid", got=str(request.temperature), accepted="a number from 0")
-    if request.seed is not None and not 0 <= request.seed < _SEEDS:
-        raise RequestError("`seed` is not valid", got=str(request.seed), accepted=f"0 to {_SEEDS - 1}")
-    if request.num_logprobs is not None and request.num_logprobs < 0:
-        raise RequestError("`num_logprobs` is not valid", got=str(request.num_logprobs), accepted="at least 0")
-
-
-def failed_result(request: GenerationRequest, error: PreftError) -> GenerationResult:
-    """The result of a request that failed alone."""
-    return GenerationResult(
-        request.id, request.adapter, None, request.prompt_token_ids, request.boundary or 0, error=error.to_dict()
-    )
-
-
-def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """VLLM's form of a request's settings."""
-    from vllm import SamplingParams
-
-    from preft.serve.backend.request import BOUNDARY_ARGUMENT
-
-    named = request.adapter is not None and request.boundary is not None
-    return SamplingParams(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        seed=request.seed,
-        ignore_eos=request.ignore_eos,
-        logprobs=request.num_logprobs,
-        prompt_logprobs=0 if request.want_prompt_logprobs else None,
-        extra_args={BOUNDARY_ARGUMENT: request.boundary} if named else None,
-    )
-
-
-def _token_logprobs(tokens: Sequence[int], table: Any) -> tuple[float, ...] | None:
-    """The log-probability of each token, out of vLLM's table of alternatives."""
-    if table is None:
-        return None
-    return tuple(float(row[token].logprob) for token, row in zip(tokens, table, strict=True))
 
 
 def _start(folder: Path, settings: EngineSettings) -> Any:

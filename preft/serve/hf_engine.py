@@ -7,7 +7,7 @@ pass is told the request's boundary; the prompt is one pass, each output token a
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +15,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from preft.adapters.adapter import Adapter
-from preft.adapters.catalog import require_name, unknown_adapter
-from preft.adapters.fingerprint import BaseFingerprint, fingerprint_base
-from preft.adapters.store import load_adapter
+from preft.adapters.catalog import require_name, require_no_twin, unknown_adapter
+from preft.adapters.fingerprint import fingerprint_base
+from preft.adapters.manifest import Manifest
+from preft.adapters.store import adapter_from_bytes, adapter_to_bytes, load_adapter
 from preft.config.progress import Progress
 from preft.data.encode import load_tokenizer
-from preft.data.requests import GenerationRequest, GenerationResult
+from preft.data.requests import GenerationRequest, GenerationResult, RequestUpdate
 from preft.errors import AdapterError, EngineError, PreftError, RequestError, UsageError
 from preft.models.locate import locate_model
 from preft.positions import resolve_boundary
-from preft.serve.engine import check_request, failed_result
-from preft.serve.registry import Unavailable
+from preft.serve.registry import Source, Unavailable
+from preft.serve.request_form import HALF_CHARACTER, check_request, failed_result, find_stop
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ class HFEngine:
     def __init__(
         self,
         model: Path | str,
-        adapters: Mapping[str, Path | str | Adapter] | None = None,
+        adapters: Mapping[str, Source] | None = None,
         *,
         dtype: str = "float32",
         device: str | None = None,
@@ -87,10 +88,13 @@ class HFEngine:
         self._attached: OrderedDict[str, None] = OrderedDict()
         self._adapters: dict[str, Adapter] = {}
         self.unavailable: list[Unavailable] = []
-        base = fingerprint_base(folder, model=str(model))
+        self._base = fingerprint_base(folder, model=str(model))
+        self._allow_base_mismatch = allow_base_mismatch
+        self._waiting: deque[tuple[str, GenerationRequest, Adapter | None]] = deque()
+        self._serial = 0
         for name, source in sources.items():
             try:
-                self._adapters[name] = self._checked(source, base, allow_base_mismatch)
+                self._adapters[name] = self._checked(source)
             except PreftError as error:
                 self.unavailable.append(Unavailable(name, error))
 
@@ -106,6 +110,7 @@ class HFEngine:
         """Frees the model; the engine cannot be used afterwards."""
         self._model = self._handle = None
         self._adapters.clear()
+        self._waiting.clear()
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, progress: Progress | None = None
@@ -122,8 +127,7 @@ class HFEngine:
         Raises:
             EngineError: The engine is closed.
         """
-        if self._model is None:
-            raise EngineError("The engine is closed", hint="make a new one")
+        self._require_open()
         results = []
         ids: set[str] = set()
         with _stage(progress, len(requests)):
@@ -132,18 +136,106 @@ class HFEngine:
                     if request.id in ids:
                         raise RequestError("The id is taken by an earlier request", got=f"`{request.id}`")
                     ids.add(request.id)
-                    results.append(self._complete(request))
+                    results.append(self._complete(request, self._named(request)))
                 except PreftError as error:
                     results.append(failed_result(request, error))
                 if progress is not None:
                     progress.advance()
         return results
 
-    def _checked(self, source: Path | str | Adapter, base: BaseFingerprint, allow_mismatch: bool) -> Adapter:
+    def submit(self, request: GenerationRequest) -> str:
+        """Adds a request without running it; it keeps the adapter that its name means now.
+
+        Returns:
+            A ticket by which `step` and `abort` know it.
+
+        Raises:
+            PreftError: It cannot be served.
+        """
+        self._require_open()
+        adapter = self._named(request)
+        self._check(request)
+        self._serial += 1
+        self._waiting.append((f"{self._serial}", request, adapter))
+        return f"{self._serial}"
+
+    def step(self) -> list[RequestUpdate]:
+        """Completes the oldest request that was submitted, if there is one.
+
+        Raises:
+            EngineError: The engine is closed.
+        """
+        self._require_open()
+        if not self._waiting:
+            return []
+        ticket, request, adapter = self._waiting.popleft()
+        try:
+            result = self._complete(request, adapter)
+        except PreftError as error:
+            result = failed_result(request, error)
+        return [RequestUpdate(ticket, len(result.token_ids), result.text, result)]
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a submitted request is not finished."""
+        self._require_open()
+        return bool(self._waiting)
+
+    def abort(self, tickets: Sequence[str]) -> None:
+        """Takes requests back; those that are finished already are ignored."""
+        gone = set(tickets)
+        self._waiting = deque(item for item in self._waiting if item[0] not in gone)
+
+    def add(self, name: str, source: Source) -> Adapter:
+        """Registers an adapter under a new name; see `Engine.add`."""
+        if name in self._names():
+            raise UsageError(f"The adapter name `{name}` is taken", hint="replace it, or choose another name")
+        return self._register(name, source)
+
+    def replace(self, name: str, source: Source) -> Adapter:
+        """Makes a name mean another adapter for later requests; see `Engine.replace`."""
+        if name not in self._names():
+            raise unknown_adapter(name, self._names())
+        return self._register(name, source)
+
+    def push(self, name: str, adapter: Adapter) -> Adapter:
+        """Adds or replaces an adapter from memory; see `Engine.push`."""
+        return self._register(name, adapter)
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter's name; see `Engine.remove`."""
+        if name not in self._names():
+            raise unknown_adapter(name, self._names())
+        self._adapters.pop(name, None)
+        self.unavailable = [entry for entry in self.unavailable if entry.name != name]
+
+    def manifest(self, name: str) -> Manifest:
+        """What a name means now; see `Engine.manifest`."""
+        return self._resolve(name).manifest
+
+    def _register(self, name: str, source: Source) -> Adapter:
+        self._require_open()
+        require_no_twin(require_name(name), self._names())
+        if isinstance(source, Adapter):
+            # A copy, whose digest is checked: the caller may train on.
+            source = adapter_from_bytes(*adapter_to_bytes(source), name=name, expected_digest=source.digest)
+        adapter = self._checked(source)
+        self._adapters[name] = adapter
+        self.unavailable = [entry for entry in self.unavailable if entry.name != name]
+        return adapter
+
+    def _names(self) -> list[str]:
+        return [*self._adapters, *(entry.name for entry in self.unavailable)]
+
+    def _require_open(self) -> None:
+        if self._model is None:
+            raise EngineError("The engine is closed", hint="make a new one")
+
+    def _checked(self, source: Source) -> Adapter:
         from preft.tuners.attach import require_attachable
 
         adapter = source if isinstance(source, Adapter) else load_adapter(source)
-        adapter.manifest.base.require_same(base, allow_weights=allow_mismatch)
+        adapter.manifest.base.require_same(self._base, allow_weights=self._allow_base_mismatch)
         require_attachable(self._model, adapter)
         return adapter
 
@@ -170,34 +262,47 @@ class HFEngine:
             UnknownAdapterError: There is no adapter of that name.
             AdapterError: It is not available.
         """
+        self._use(None if name is None else self._resolve(name))
+
+    def _use(self, adapter: Adapter | None) -> None:
+        """Adapters lie in the model under their digests, so that a name that changes its meaning changes it here."""
         from preft.tuners.attach import attach
 
-        if name is not None:
-            self._resolve(name)
-
-        if name is not None and name not in self._attached:
+        if adapter is not None and adapter.digest not in self._attached:
             if len(self._attached) == MAX_ATTACHED and self._handle is not None:
                 oldest, _ = self._attached.popitem(last=False)
-                self._handle.detach(_module_name(oldest))
-            self._handle = attach(self._model, self._adapters[name], name=_module_name(name))
-            self._attached[name] = None
+                self._handle.detach(oldest)
+            self._handle = attach(self._model, adapter, name=adapter.digest)
+            self._attached[adapter.digest] = None
         if self._handle is not None:
-            self._handle.use(None if name is None else _module_name(name))
-        if name is not None:
-            self._attached.move_to_end(name)
+            self._handle.use(None if adapter is None else adapter.digest)
+        if adapter is not None:
+            self._attached.move_to_end(adapter.digest)
 
-    def _complete(self, request: GenerationRequest) -> GenerationResult:
+    def _named(self, request: GenerationRequest) -> Adapter | None:
+        return self._resolve(request.adapter) if request.adapter is not None else None
+
+    def _check(self, request: GenerationRequest) -> None:
+        check_request(
+            request,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            has_tokenizer=self.tokenizer is not None,
+        )
+
+    def _complete(self, request: GenerationRequest, adapter: Adapter | None) -> GenerationResult:
         import torch
 
-        adapter = self._resolve(request.adapter) if request.adapter is not None else None
-        check_request(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        self._check(request)
         num_prompt = len(request.prompt_token_ids)
         boundary = resolve_boundary(num_prompt, request.boundary) if adapter is not None else 0
-        self.use(request.adapter)
+        self._use(adapter)
         with torch.inference_mode():
             prompt_logprobs, steps = self._run(request, boundary if adapter is not None else None)
         tokens = tuple(token for token, _ in steps)
-        ended = bool(tokens) and not request.ignore_eos and tokens[-1] in self._ends
+        text = self._text(tokens)
+        stopped_at = find_stop(text, request.stop)
+        ended = stopped_at is not None or (not request.ignore_eos and tokens[-1] in self._ends)
         return GenerationResult(
             id=request.id,
             adapter=request.adapter,
@@ -205,7 +310,7 @@ class HFEngine:
             prompt_token_ids=request.prompt_token_ids,
             boundary=boundary,
             token_ids=tokens,
-            text=self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer is not None else "",
+            text=text.rstrip(HALF_CHARACTER) if stopped_at is None else text[:stopped_at],
             finish_reason="stop" if ended else "length",
             logprobs=tuple(logprob for _, logprob in steps) if request.num_logprobs is not None else None,
             prompt_logprobs=prompt_logprobs,
@@ -221,10 +326,18 @@ class HFEngine:
         logits, cache = self._forward(request.prompt_token_ids, None, boundary, whole=request.want_prompt_logprobs)
         prompt_logprobs = _chosen_logprobs(logits, request.prompt_token_ids) if request.want_prompt_logprobs else None
         steps = [sampler.pick(logits[-1])]
-        while len(steps) < num_tokens and (request.ignore_eos or steps[-1][0] not in self._ends):
+        while len(steps) < num_tokens and not self._is_over(request, [token for token, _ in steps]):
             logits, cache = self._forward((steps[-1][0],), cache, boundary, whole=False)
             steps.append(sampler.pick(logits[-1]))
         return prompt_logprobs, steps
+
+    def _is_over(self, request: GenerationRequest, tokens: Sequence[int]) -> bool:
+        if not request.ignore_eos and tokens[-1] in self._ends:
+            return True
+        return bool(request.stop) and find_stop(self._text(tokens), request.stop) is not None
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if self.tokenizer is not None else ""
 
     def _forward(
         self, tokens: Sequence[int], cache: Any, boundary: int | None, *, whole: bool
@@ -282,11 +395,6 @@ def _stage(progress: Progress | None, total: int) -> Iterator[None]:
     finally:
         if progress is not None:
             progress.finish()
-
-
-def _module_name(name: str) -> str:
-    """An adapter's name as part of a module path, where a dot would be a separator; names hold no space."""
-    return name.replace(".", " ")
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -2,7 +2,8 @@
 
 An adapter is checked when it is registered: read, digested, compared with the base model and the engine's limits. One
 that fails stays listed as unavailable with its reason, and blocks nobody. A name that is registered again means the
-new digest for new requests; requests in flight carry the old digest and finish under it.
+new digest for new requests; requests in flight carry the old digest and finish under it. Digests that no name means
+any more are remembered until no request uses them, so that the workers can then let go of them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from preft.adapters.catalog import require_name, require_no_twin, unknown_adapte
 from preft.adapters.fingerprint import BaseFingerprint
 from preft.adapters.manifest import Manifest
 from preft.adapters.store import load_adapter
-from preft.errors import AdapterError, PreftError, UnsupportedError
+from preft.errors import AdapterError, PreftError, UnsupportedError, UsageError
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.settings import EngineSettings
 from preft.types import SiteKind
+
+Source = Path | str | Adapter
+"""Where an adapter comes from: its folder, or memory."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +34,34 @@ class Registered:
         name: What clients call it.
         reference: What the engine calls it.
         manifest: What it is.
-        num_bytes: Of its tensors on disk.
+        num_bytes: Of its tensors.
+        version: How many adapters the name has meant, this one included.
     """
 
     name: str
     reference: AdapterReference
     manifest: Manifest
     num_bytes: int
+    version: int = 1
+
+    @property
+    def digest(self) -> str:
+        """Its identity."""
+        return self.reference.digest
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it was pushed from memory, and is gone when the engine ends."""
+        return not self.reference.folder
 
     def to_dict(self) -> dict[str, object]:
         """For status answers; no path, which would name the server's folders."""
         return {
             "name": self.name,
             "available": True,
-            "digest": self.reference.digest,
+            "digest": self.digest,
+            "version": self.version,
+            "source": "memory" if self.in_memory else "folder",
             "kind": self.manifest.label,
             "positions": str(self.manifest.positions),
             "max_rank": self.manifest.max_rank,
@@ -83,35 +101,59 @@ class AdapterRegistry:
         self._settings = settings
         self._reserved = frozenset(reserved)
         self._entries: dict[str, Registered | Unavailable] = {}
+        self._retired: set[str] = set()
 
-    def register(self, name: str, source: Path | str) -> Registered:
-        """Checks an adapter and registers it, replacing what the name meant.
+    def check(self, name: str, source: Source) -> tuple[Registered, Adapter]:
+        """Checks an adapter and says what registering it would mean; nothing is changed.
 
         Raises:
             UsageError: The name is not acceptable, or differs from another only in case.
-            PreftError: The adapter cannot be served; the name keeps its meaning.
+            PreftError: The adapter cannot be served.
         """
-        require_name(name, reserved=self._reserved)
-        require_no_twin(name, self._entries)
-        folder = Path(source).resolve()
-        adapter = load_adapter(folder)
+        self.require_name(name)
+        if isinstance(source, Adapter):
+            adapter, folder = source, ""
+        else:
+            folder = str(Path(source).resolve())
+            adapter = load_adapter(folder)
         self._require_servable(adapter)
-        reference = AdapterReference(adapter.digest, adapter.manifest.positions, str(folder))
-        entry = Registered(name, reference, adapter.manifest, adapter.num_bytes)
-        self._entries[name] = entry
+        reference = AdapterReference(adapter.digest, adapter.manifest.positions, folder)
+        before = self._entries.get(name)
+        version = before.version + 1 if isinstance(before, Registered) else 1
+        return Registered(name, reference, adapter.manifest, adapter.num_bytes, version), adapter
+
+    def install(self, entry: Registered) -> None:
+        """Makes a name mean what `check` returned, for requests from now on."""
+        self._displace(entry.name)
+        self._entries[entry.name] = entry
+        self._retired.discard(entry.digest)
+
+    def register(self, name: str, folder: Path | str) -> Registered:
+        """Checks an adapter's folder and registers it, replacing what the name meant.
+
+        Raises:
+            PreftError: As `check`; the name keeps its meaning.
+        """
+        entry, _ = self.check(name, folder)
+        self.install(entry)
         return entry
 
     def register_all(self, sources: Mapping[str, Path]) -> list[Unavailable]:
         """Registers many; those that cannot be served are listed as unavailable, and returned."""
         failed = []
         for name, source in sources.items():
-            require_name(name, reserved=self._reserved)
+            self.require_name(name, alone=True)
             try:
                 self.register(name, source)
             except PreftError as error:
                 failed.append(Unavailable(name, error))
-                self._entries[name] = failed[-1]
+                self.mark_unavailable(failed[-1])
         return failed
+
+    def mark_unavailable(self, entry: Unavailable) -> None:
+        """Lists a name as one that cannot be served, whatever it meant."""
+        self._displace(entry.name)
+        self._entries[entry.name] = entry
 
     def remove(self, name: str) -> None:
         """Forgets a name; requests in flight are not touched.
@@ -121,6 +163,7 @@ class AdapterRegistry:
         """
         if name not in self._entries:
             raise unknown_adapter(name, self._entries)
+        self._displace(name)
         del self._entries[name]
 
     def resolve(self, name: str) -> Registered:
@@ -137,9 +180,68 @@ class AdapterRegistry:
             raise AdapterError(f"The adapter `{name}` is not available", got=entry.error.what, hint=entry.error.hint)
         return entry
 
+    def get(self, name: str) -> Registered | Unavailable | None:
+        """What a name means now, or None."""
+        return self._entries.get(name)
+
     def entries(self) -> list[Registered | Unavailable]:
         """All names, sorted."""
         return [self._entries[name] for name in sorted(self._entries)]
+
+    def require_name(self, name: str, *, alone: bool = False) -> None:
+        """Checks that a name may be given to an adapter.
+
+        Args:
+            name: The name.
+            alone: Look at the name itself, not at the others.
+
+        Raises:
+            UsageError: It is malformed, means the base model, or differs from another only in case.
+        """
+        require_name(name, reserved=self._reserved)
+        if not alone:
+            require_no_twin(name, self._entries)
+
+    def require_new(self, name: str) -> None:
+        """Checks that a name is free.
+
+        Raises:
+            UsageError: It is taken.
+        """
+        if name in self._entries:
+            raise UsageError(f"The adapter name `{name}` is taken", hint="replace it, or choose another name")
+
+    def require_known(self, name: str) -> None:
+        """Checks that a name is registered.
+
+        Raises:
+            UnknownAdapterError: It is not.
+        """
+        if name not in self._entries:
+            raise unknown_adapter(name, self._entries)
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether some digest waits for the requests that use it to end."""
+        return bool(self._retired)
+
+    def take_unused(self, in_use: Collection[str]) -> list[str]:
+        """Digests that no name means and no request uses; each is returned once.
+
+        Args:
+            in_use: Digests of the adapters of all unfinished requests.
+        """
+        unused = sorted(self._retired - set(in_use))
+        self._retired.difference_update(unused)
+        return unused
+
+    def _displace(self, name: str) -> None:
+        entry = self._entries.get(name)
+        if not isinstance(entry, Registered):
+            return
+        others = (other for other in self._entries.values() if isinstance(other, Registered) and other.name != name)
+        if all(other.digest != entry.digest for other in others):
+            self._retired.add(entry.digest)
 
     def _require_servable(self, adapter: Adapter) -> None:
         manifest, settings = adapter.manifest, self._settings

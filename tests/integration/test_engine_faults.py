@@ -81,24 +81,23 @@ def held(engine: Engine) -> set[str]:
 
 
 def submit(engine: Engine, request: GenerationRequest) -> str:
-    return engine._submit(request)
+    return engine.submit(request)
 
 
 def finish(engine: Engine, *ids: str) -> dict[str, tuple[int, ...]]:
     """Steps until the engine is empty; output tokens by id."""
     found = {}
-    while engine._core.has_unfinished_requests():
-        for output in engine._core.step():
-            if output.finished:
-                found[output.request_id] = tuple(output.outputs[0].token_ids)
-                engine._entries.pop(output.request_id, None)
+    while engine.has_unfinished:
+        for update in engine.step():
+            if update.result is not None:
+                found[update.ticket] = update.result.token_ids
     assert set(ids) <= set(found)
     return found
 
 
 def step(engine: Engine, times: int) -> None:
     for _ in range(times):
-        engine._core.step()
+        engine.step()
 
 
 # With engines of their own, before the shared one is opened: a process holds one at a time.
@@ -179,7 +178,7 @@ def test_files_that_change_before_their_first_use_fail_their_request_alone(
     damage, reason = FAULTS[fault]
     victim = random_adapter(tiny_llama, seed=1000 + list(FAULTS).index(fault))
     save_adapter(victim, tmp_path / "victim")
-    engine.add_adapter("victim", tmp_path / "victim")
+    engine.add("victim", tmp_path / "victim")
     damage(tmp_path / "victim")
     prompt = prompt_of(1, 70)
     others = [request_of("base", prompt, None), request_of("plain", prompt, "plain")]
@@ -199,14 +198,14 @@ def test_files_that_change_before_their_first_use_fail_their_request_alone(
     again = engine.generate([request_of("victim", prompt, "victim")])[0]
     assert again.error is None
     assert again.digest == victim.digest
-    engine.remove_adapter("victim")
+    engine.remove("victim")
 
 
 def test_a_rank_above_the_limit_is_refused_naming_both(engine: Engine, tiny_llama: Path, tmp_path: Path) -> None:
     save_adapter(random_adapter(tiny_llama, seed=1, rank=65), tmp_path / "big")
 
     with pytest.raises(AdapterError, match="rank") as caught:
-        engine.add_adapter("big", tmp_path / "big")
+        engine.add("big", tmp_path / "big")
 
     assert caught.value.got == "65"
     assert "64" in str(caught.value.accepted)
@@ -297,22 +296,21 @@ def test_waiting_requests_do_not_load_adapters_without_limit(
     names = [f"m{i}" for i in range(24)]
     for i, name in enumerate(names):
         save_adapter(random_adapter(tiny_llama, seed=3000 + i), tmp_path / name)
-        engine.add_adapter(name, tmp_path / name)
+        engine.add(name, tmp_path / name)
     engine.generate([request_of("size", prompt_of(1, 9), "m0", tokens=1)])
     ledger = engine._scheduler.preft_ledger
     size = ledger.entries[engine.registry.resolve("m0").reference.digest].num_bytes
     monkeypatch.setattr(ledger, "budget_bytes", 4 * size)
-    ids = [submit(engine, request_of(name, prompt_of(1, 90), name, tokens=30)) for name in names]
+    for name in names:
+        submit(engine, request_of(name, prompt_of(1, 90), name, tokens=30))
     most = 0
-    while engine._core.has_unfinished_requests():
-        engine._core.step()
+    while engine.has_unfinished:
+        engine.step()
         most = max(most, engine.status()[0]["adapter_bytes"])
-    for engine_id in ids:
-        engine._entries.pop(engine_id)
 
     assert most <= 5 * size  # one may arrive before the order to drop another does
     for name in names:
-        engine.remove_adapter(name)
+        engine.remove(name)
 
 
 def test_a_second_engine_in_one_process_is_refused(engine: Engine, tiny_llama: Path) -> None:
@@ -325,17 +323,17 @@ def test_a_name_means_another_adapter_while_requests_run(
 ) -> None:
     """Weights at the same path and name change: those under way keep the old, later ones get the new."""
     save_adapter(adapters["second"], tmp_path / "it")
-    engine.add_adapter("it", tmp_path / "it")
+    engine.add("it", tmp_path / "it")
     prompt = prompt_of(70, 2 * BLOCK + 3)
     reset_cache(engine)
     old = submit(engine, request_of("old", prompt, "it"))
     step(engine, 6)
 
     save_adapter(adapters["third"], tmp_path / "it", force=True)
-    entry = engine.add_adapter("it", tmp_path / "it")
+    entry = engine.replace("it", tmp_path / "it")
     new = submit(engine, request_of("new", prompt, "it"))
     step(engine, 2)
-    engine.remove_adapter("it")
+    engine.remove("it")
     found = finish(engine, old, new)
 
     assert entry.reference.digest == adapters["third"].digest
@@ -349,7 +347,7 @@ def test_two_names_of_one_adapter_share_everything(
     engine: Engine, oracle: Oracle, adapters: dict[str, Adapter], tmp_path: Path
 ) -> None:
     save_adapter(adapters["plain"], tmp_path / "copy")
-    engine.add_adapter("twin", tmp_path / "copy")
+    engine.add("twin", tmp_path / "copy")
     prompt = prompt_of(71, 3 * BLOCK)
     reset_cache(engine)
     batch = [request_of("1", prompt, "plain"), request_of("2", prompt, "twin")]
@@ -364,7 +362,7 @@ def test_two_names_of_one_adapter_share_everything(
         if digest == results[0].digest
     }
     assert len(ids) == 1
-    engine.remove_adapter("twin")
+    engine.remove("twin")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 6, 12])
@@ -373,9 +371,7 @@ def test_an_aborted_request_lets_go(engine: Engine, oracle: Oracle, steps: int) 
     ids = [submit(engine, request_of(name, prompt_of(80, 2 * CHUNK + 9), name)) for name in ("plain", "all", "third")]
     step(engine, steps)
 
-    engine._core.abort_request(ids, internal=False)
-    for engine_id in ids:
-        engine._entries.pop(engine_id)
+    engine.abort(ids)
     after = request_of("after", prompt_of(80, 2 * CHUNK + 9), "second")
     results = engine.generate([after])
 
@@ -387,8 +383,7 @@ def test_a_hundred_names_that_leave_at_once(engine: Engine) -> None:
         submit(engine, request_of(f"{i}", prompt_of(i, 60), ("plain", "all", "second", "third")[i % 4]))
     step(engine, 3)
 
-    engine._core.abort_request(list(engine._entries), internal=False)
-    engine._entries.clear()
+    engine.abort(list(engine._entries))
     step(engine, 2)
 
     assert held(engine) == set()
@@ -411,12 +406,11 @@ def test_all_token_adapters_leave_room_for_prompt_only_ones(
     ]
     short_ids = [submit(engine, request) for request in short]
     order, found = [], {}
-    while engine._core.has_unfinished_requests():
-        for output in engine._core.step():
-            if output.finished:
-                order.append(output.request_id)
-                found[output.request_id] = tuple(output.outputs[0].token_ids)
-                engine._entries.pop(output.request_id)
+    while engine.has_unfinished:
+        for update in engine.step():
+            if update.result is not None:
+                order.append(update.ticket)
+                found[update.ticket] = update.result.token_ids
 
     assert set(order[:3]) == set(short_ids)
     assert order[3:] == ids
@@ -427,14 +421,14 @@ def test_all_token_adapters_leave_room_for_prompt_only_ones(
 def test_a_thousand_names(engine: Engine, adapters: dict[str, Adapter], tmp_path: Path) -> None:
     save_adapter(adapters["only_q"], tmp_path / "one")
     for i in range(1000):
-        engine.add_adapter(f"name-{i}", tmp_path / "one")
+        engine.add(f"name-{i}", tmp_path / "one")
     batch = [request_of(f"{i}", prompt_of(95, 20), f"name-{i * 37}", tokens=2) for i in range(20)]
 
     results = engine.generate(batch)
 
     assert len({(row.digest, row.token_ids) for row in results}) == 1
     for i in range(1000):
-        engine.remove_adapter(f"name-{i}")
+        engine.remove(f"name-{i}")
 
 
 # Requests that cannot be served.
@@ -485,7 +479,7 @@ def test_a_step_that_fails_is_an_error_of_the_engine(engine: Engine, monkeypatch
 def test_prefetch_waits_and_says_what_failed(engine: Engine, tiny_llama: Path, tmp_path: Path) -> None:
     for name, seed in (("fine", 2000), ("gone", 2001)):
         save_adapter(random_adapter(tiny_llama, seed=seed), tmp_path / name)
-        engine.add_adapter(name, tmp_path / name)
+        engine.add(name, tmp_path / name)
     engine.prefetch(["fine"])
     shutil.rmtree(tmp_path / "fine")
     assert engine.generate([request_of("1", prompt_of(1, 9), "fine", tokens=1)])[0].error is None
@@ -493,5 +487,5 @@ def test_prefetch_waits_and_says_what_failed(engine: Engine, tiny_llama: Path, t
     shutil.rmtree(tmp_path / "gone")
     with pytest.raises(PreftError, match="gone"):
         engine.prefetch(["gone"])
-    engine.remove_adapter("fine")
-    engine.remove_adapter("gone")
+    engine.remove("fine")
+    engine.remove("gone")

@@ -202,14 +202,14 @@ def test_decode_runs_no_adapter_product(engine: Engine, batch: list[GenerationRe
     prompt_only = [request for request in batch if request.adapter is None or request.adapter.startswith("p")]
     for requests, decode_products in ((prompt_only, 0), ([batch[-1]], 1)):
         for request in requests:
-            engine._submit(request)
+            engine.submit(request)
         counts = []
-        while engine._core.has_unfinished_requests():
+        while engine.has_unfinished:
             before = engine.status()[0]["adapter_products"]
             running = list(engine._scheduler.running)
             waiting = len(engine._scheduler.waiting)
             pure_decode = running and not waiting and all(r.num_computed_tokens >= r.num_prompt_tokens for r in running)
-            engine._core.step()
+            engine.step()
             if pure_decode:
                 counts.append(engine.status()[0]["adapter_products"] - before)
         assert len(counts) > 10
@@ -220,9 +220,9 @@ def test_more_adapters_in_flight_than_slots(engine: Engine, batch: list[Generati
     """Slots bound the adapters of one step, not those of the running requests."""
     seen = 0
     for request in batch:
-        engine._submit(request)
-    while engine._core.has_unfinished_requests():
-        engine._core.step()
+        engine.submit(request)
+    while engine.has_unfinished:
+        engine.step()
         seen = max(seen, len({r.reference.digest for r in engine._scheduler.running if hasattr(r, "reference")}))
 
     assert seen > engine.settings.slots

@@ -7,6 +7,7 @@ exception: the request that wanted it fails, and the engine goes on.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,6 +17,7 @@ from preft.adapters.store import load_adapter
 from preft.errors import EngineError, PreftError
 from preft.serve.backend.messages import LoadOrders, StepReport
 from preft.serve.backend.packing import Packer
+from preft.serve.backend.push import HeldAdapters
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.backend.sites import PackedAdapter
 
@@ -29,15 +31,22 @@ class HostTier:
         packer: Packs for this worker's model and rank.
         base: Fingerprint of the running model.
         allow_base_mismatch: Accept adapters made for other weights of the same architecture.
+        held_bytes: Memory for adapters that the front end keeps here.
+
+    Attributes:
+        held: Those adapters.
     """
 
-    def __init__(self, packer: Packer, base: BaseFingerprint, *, allow_base_mismatch: bool) -> None:
+    def __init__(
+        self, packer: Packer, base: BaseFingerprint, *, allow_base_mismatch: bool, held_bytes: int = sys.maxsize
+    ) -> None:
         self._packer = packer
         self._base = base
         self._allow_base_mismatch = allow_base_mismatch
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="preft-load")
         self._loads: dict[str, Future[PackedAdapter]] = {}
         self._ready: dict[str, PackedAdapter] = {}
+        self.held = HeldAdapters(self._pool, self._pack, held_bytes)
 
     def obey(self, orders: LoadOrders) -> None:
         """Starts loads and forgets what is to be dropped. Returns at once."""
@@ -80,7 +89,7 @@ class HostTier:
 
     def take_report(self) -> StepReport:
         """What finished since the last report."""
-        report = StepReport()
+        report = StepReport(released=self.held.take_released())
         for digest, load in [(digest, load) for digest, load in self._loads.items() if load.done()]:
             del self._loads[digest]
             self._settle(digest, load, report)
@@ -98,9 +107,24 @@ class HostTier:
         if digest not in self._ready and digest in self._loads:
             report = StepReport()
             self._settle(digest, self._loads.pop(digest), report)
-        if digest not in self._ready:
+        packed = self._ready.get(digest) or self.held.get(digest)
+        if packed is None:
             raise EngineError(f"Adapter {digest[:12]} is needed by a step but is not loaded on this worker")
-        return self._ready[digest]
+        return packed
+
+    def hold(self, references: Sequence[AdapterReference]) -> dict[str, str]:
+        """Keeps adapters as they are now, whatever becomes of their folders; waits where they are not here yet.
+
+        Returns:
+            Digest to reason, for those that cannot be kept.
+        """
+        failed = {}
+        for reference in references:
+            try:
+                self.held.keep(self._pool.submit(self._load, reference).result())
+            except Exception as error:
+                failed[reference.digest] = _reason(error)
+        return failed
 
     def put(self, adapter: Adapter) -> PackedAdapter:
         """Packs and keeps an adapter that is in memory already.
@@ -123,9 +147,11 @@ class HostTier:
             report.failed[digest] = reason
 
     def _load(self, reference: AdapterReference) -> PackedAdapter:
-        held = self._ready.get(reference.digest)
+        held = self._ready.get(reference.digest) or self.held.get(reference.digest)
         if held is not None:
             return held
+        if not reference.folder:
+            raise EngineError(f"Adapter {reference.digest[:12]} was pushed to memory and is there no more")
         adapter = load_adapter(reference.folder, expected_digest=reference.digest)
         if adapter.manifest.positions != reference.policy:
             raise EngineError(f"Adapter {reference.digest[:12]} was registered with another position policy")

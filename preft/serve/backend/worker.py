@@ -13,7 +13,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from preft.adapters.fingerprint import fingerprint_base
 from preft.errors import EngineError, UnsupportedError
-from preft.serve.backend import guard
+from preft.serve.backend import compiled, guard
 from preft.serve.backend.canary import CanaryResult, run_canary
 from preft.serve.backend.manager import tensor_dtype
 from preft.serve.backend.messages import LoadOrders
@@ -45,6 +45,8 @@ class PreftCPUWorker(CPUWorker):
         guard.require_our_scheduler(self.vllm_config)
         guard.require_safe_config(self.vllm_config)
         self.preft_options = BackendOptions.from_config(self.vllm_config.additional_config)
+        if self.preft_options.compiled:
+            compiled.restore_compilation(self.vllm_config)
         super().init_device()
         if self.use_v2_model_runner:
             raise UnsupportedError(
@@ -65,12 +67,19 @@ class PreftCPUWorker(CPUWorker):
             runner.preft_manager.why_refused,
         )
         folder = Path(self.vllm_config.model_config.model)
-        self.preft_tier = HostTier(packer, fingerprint_base(folder), allow_base_mismatch=options.allow_base_mismatch)
+        self.preft_tier = HostTier(
+            packer,
+            fingerprint_base(folder),
+            allow_base_mismatch=options.allow_base_mismatch,
+            held_bytes=options.cache_bytes,
+        )
         runner.preft_tier = self.preft_tier
 
     def compile_or_warm_up_model(self) -> Any:
         """Warms up as vLLM does, then runs the canary: no engine is ready that has not passed it."""
         times = super().compile_or_warm_up_model()
+        if self.preft_options.compiled:
+            compiled.require_compiled(self.model_runner.get_model())
         self._preft_canary = self.preft_canary()
         return times
 
@@ -110,6 +119,22 @@ class PreftCPUWorker(CPUWorker):
         """Brings adapters into the host tier ahead of any request; digest to reason for those that fail."""
         return self.preft_tier.prefetch([AdapterReference.decode(text) for text in references])
 
+    def preft_push(self, digest: str, manifest: bytes, tensors: bytes) -> None:
+        """Starts taking in an adapter from memory; see `HeldAdapters.push`."""
+        self.preft_tier.held.push(digest, manifest, tensors)
+
+    def preft_pushed(self, digest: str, wait: bool) -> dict[str, Any] | None:
+        """The outcome of a push; see `HeldAdapters.pushed`."""
+        return self.preft_tier.held.pushed(digest, wait=wait)
+
+    def preft_hold(self, references: list[str]) -> dict[str, str]:
+        """Keeps adapters whose folders are about to change; digest to reason for those that cannot be kept."""
+        return self.preft_tier.hold([AdapterReference.decode(text) for text in references])
+
+    def preft_release(self, digests: list[str]) -> None:
+        """Lets go of adapters that were pushed or held."""
+        self.preft_tier.held.release(digests)
+
     def preft_status(self) -> dict[str, Any]:
         """What this worker has done and holds; plain data."""
         runner = self.model_runner
@@ -121,5 +146,8 @@ class PreftCPUWorker(CPUWorker):
             "adapted_tokens": runner.preft_num_adapted_tokens,
             "adapters": self.preft_tier.num_adapters,
             "adapter_bytes": self.preft_tier.num_bytes,
+            "held_adapters": self.preft_tier.held.num_adapters,
+            "held_bytes": self.preft_tier.held.num_bytes,
             "adapter_products": runner.preft_state.num_products,
+            "stamps": len(runner.preft_stamps),
         }
