@@ -85,6 +85,7 @@ def run_throughput(spec: BenchSpec, session: Session, **parts: Any) -> int:
         PreftError: Something is refused before any engine starts.
     """
     require_writable(spec.out)
+    require_writable(spec.generated, flag="--adapter-dir")
     require_matplotlib()
     if not vllm_is_installed():
         raise EngineError("vLLM is not installed", hint="`make setup` on CPU, `make gpu` on NVIDIA")
@@ -92,7 +93,7 @@ def run_throughput(spec: BenchSpec, session: Session, **parts: Any) -> int:
     folder = locate_model(spec.model, progress=progress)
     with session.diverted():
         facts = read_facts(folder, spec.dtype, spec.targets)
-        room = room_for_adapters(spec.out)
+        room = room_for_adapters(spec.generated)
         require_fitting(spec, facts, memory_bytes=available_memory(), disk_bytes=room)
         outcome = run_bench(spec, folder, facts, progress=progress, **parts)
         report = write_report(outcome.rows, outcome.status, outcome.setup, spec.out)

@@ -25,10 +25,10 @@ AdapterPaths = dict[tuple[str, tuple[int, ...]], list[Path]]
 """Paths by arm and the LoRA ranks of a point."""
 
 
-def adapter_folder(out: Path, arm: str, rank: int, seed: int, base: str, targets: str = ALL) -> Path:
+def adapter_folder(root: Path, arm: str, rank: int, seed: int, base: str, targets: str = ALL) -> Path:
     """Where the adapters of one arm lie. Its name holds all that their numbers depend on."""
     suffix = "" if targets == ALL or arm == "direftp" else f"-{targets.replace(',', '-')}"
-    return out / "adapters" / f"{base}-seed{seed}" / f"{arm}-r{rank}{suffix}"
+    return root / f"{base}-seed{seed}" / f"{arm}-r{rank}{suffix}"
 
 
 def adapter_paths(folder: Path, count: int) -> list[Path]:
@@ -58,7 +58,7 @@ def make_adapters(spec: BenchSpec, model: Path, *, progress: Progress | None = N
                 found[arm, ranks] = [Path()] * count
                 own = (spec.direft_rank,) if arm == "direftp" else ranks
                 for place, rank in enumerate(own):
-                    folder = adapter_folder(spec.out, arm, rank, spec.seed, name, spec.targets)
+                    folder = adapter_folder(spec.generated, arm, rank, spec.seed, name, spec.targets)
                     manifest = _manifest(arm, rank, structure, base, spec.targets)
                     for index in range(place, count, len(own)):
                         path = adapter_paths(folder, count)[index]

@@ -142,10 +142,10 @@ def available_memory() -> int:
     return min(available, int(most) - int(used) + (int(inactive[1]) if inactive else 0))
 
 
-def room_for_adapters(out: Path) -> int:
-    """Bytes that generated adapters may take below a folder: free ones, and those of adapters already there."""
-    kept = sum(file.stat().st_size for file in (out / "adapters").rglob("*") if file.is_file())
-    return shutil.disk_usage(out).free + kept
+def room_for_adapters(folder: Path) -> int:
+    """Bytes that generated adapters may take in a folder that exists: free ones, and those already there."""
+    kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return shutil.disk_usage(folder).free + kept
 
 
 def machine_facts() -> dict[str, Any]:

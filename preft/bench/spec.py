@@ -67,6 +67,7 @@ class BenchSpec:
         tp: GPUs or CPU workers that share the model.
         once: Arms that are measured in the first repeat only.
         share_base: Measure arms without adapters at one point of those with the same requests.
+        adapter_dir: Where generated adapters are kept, or None for below `out`.
         arm_limit_s: Seconds after which a process of an arm is stopped, or None.
     """
 
@@ -93,6 +94,7 @@ class BenchSpec:
     tp: int = 1
     once: tuple[str, ...] = ()
     share_base: bool = False
+    adapter_dir: Path | None = None
     arm_limit_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -149,6 +151,11 @@ class BenchSpec:
         """The points of the sweep."""
         return tuple(Point(adapters, ranks) for ranks in self.ranks for adapters in self.adapters)
 
+    @property
+    def generated(self) -> Path:
+        """Where generated adapters are kept."""
+        return self.adapter_dir or self.out / "adapters"
+
     def requests_at(self, adapters: int) -> int:
         """Requests of a run with so many adapters."""
         return self.requests or max(LEAST_REQUESTS, adapters)
@@ -174,6 +181,7 @@ class BenchSpec:
             **asdict(self),
             "out": str(self.out),
             "given": given,
+            "adapter_dir": str(self.generated),
             "ranks": [Point(1, item).rank for item in self.ranks],
         }
 
@@ -220,7 +228,7 @@ def require_fitting(spec: BenchSpec, facts: ModelFacts, *, memory_bytes: int, di
     )
     if stored > disk_bytes:
         raise UsageError(
-            f"The generated adapters do not fit the disk at `{spec.out}`",
+            f"The generated adapters do not fit the disk at `{spec.generated}`",
             got=f"{stored / 1e9:.1f} GB",
             accepted=f"{disk_bytes / 1e9:.1f} GB free",
         )
@@ -236,8 +244,8 @@ def kv_cache_gib(spec: BenchSpec, facts: ModelFacts) -> float:
     return max(0.25, 1.1 * tokens * facts.kv_values_per_token * facts.value_bytes / (1 << 30))
 
 
-def require_writable(out: Path) -> None:
-    """Creates the folder of results and proves that it can be written.
+def require_writable(out: Path, flag: str = "--out") -> None:
+    """Creates a folder of results and proves that it can be written.
 
     Raises:
         FileError: It is a file, or cannot be written.
@@ -249,7 +257,7 @@ def require_writable(out: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise FileError(
-            f"The folder `{out}` cannot be written", got=error.strerror or str(error), hint="choose another --out"
+            f"The folder `{out}` cannot be written", got=error.strerror or str(error), hint=f"choose another {flag}"
         ) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from preft.bench.process import TIME_LIMIT
@@ -126,3 +126,29 @@ def remarks(rows: Sequence[Row], entries: Sequence[dict[str, Any]], status: str)
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def with_targets(
+    entries: Sequence[Mapping[str, Any]], targets: Mapping[tuple[str, int], float]
+) -> list[dict[str, Any]]:
+    """The entries that have a target, with it and with the seconds of each phase beyond base's.
+
+    Args:
+        entries: See `summarise`.
+        targets: Least ratio to base, by arm and number of adapters.
+    """
+    found = []
+    for entry in entries:
+        target = targets.get((entry["arm"], entry["adapters"]))
+        if target is None:
+            continue
+        place = (entry["adapters"], entry["lora_rank"])
+        base = next((e for e in entries if e["arm"] == "base" and (e["adapters"], e["lora_rank"]) == place), None)
+        extra = {
+            f"extra_{key}": entry[key] - base[key]
+            if base and entry[key] is not None and base[key] is not None
+            else None
+            for key in ("prefill_s", "decode_s")
+        }
+        found.append({**entry, "target": target, **extra})
+    return found

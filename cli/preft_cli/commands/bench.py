@@ -63,6 +63,9 @@ _ShareBase = Annotated[
 _ArmLimit = Annotated[
     float | None, typer.Option("--arm-limit-s", help="Stop a process of an arm after so many seconds, and say so.")
 ]
+_AdapterDir = Annotated[
+    Path | None, typer.Option("--adapter-dir", help="For generated adapters. Default: DIR/adapters.")
+]
 _Seed = Annotated[int, typer.Option("--seed", help="Of adapters, prompts and choices.")]
 
 
@@ -98,6 +101,7 @@ def throughput(
     once: _Once = "",
     share_base: _ShareBase = False,
     arm_limit_s: _ArmLimit = None,
+    adapter_dir: _AdapterDir = None,
     seed: _Seed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -138,6 +142,7 @@ def throughput(
         once=names(once),
         share_base=share_base,
         arm_limit_s=arm_limit_s,
+        adapter_dir=adapter_dir,
     )
     status = run_throughput(spec, session)
     if status:

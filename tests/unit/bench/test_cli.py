@@ -73,6 +73,9 @@ def test_an_unwritable_folder_is_refused(
     tiny_llama: Path, tmp_path: Path, started: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("x")
+    kept = ["--adapter-dir", str(tmp_path / "file")]
+    assert run(["bench", "throughput", str(tiny_llama), "--out", str(tmp_path / "good"), *kept]) == 1
+    assert "hint: choose another --adapter-dir" in capsys.readouterr().err
     for out in ("file", "file/below"):
         assert run(["bench", "throughput", str(tiny_llama), "--out", str(tmp_path / out)]) == 1
         assert f"The folder `{tmp_path / out}` cannot be written" in capsys.readouterr().err
