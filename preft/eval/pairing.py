@@ -25,7 +25,8 @@ class Comparison:
         second: Name of the second; differences are second minus first.
         paired: The numbers.
         adjusted: p-value after Holm's correction over all tasks and metrics of these two arms.
-        verdict: What may be said about the second arm: `better`, `worse` or `cannot tell`.
+        verdict: What may be said about the second arm: `better`, `worse` or `cannot tell`; `higher` or `lower` for a
+            metric that is not good or bad by itself.
         reason: Why.
         left_out: Examples by the reason for which they are not paired.
     """
@@ -71,7 +72,7 @@ def compare_arms(
         names: The arms.
         first: The first arm's samples by task, in any order.
         second: The second arm's.
-        higher_is_better: By task and metric; upwards where it does not say.
+        higher_is_better: By task and metric; upwards where it does not say, no direction where it says None.
         failed: Task and example of requests that failed in either arm.
         seed: Of the resampling.
 
@@ -85,7 +86,7 @@ def compare_arms(
             _, kind, metric = key
             upper = {sample["doc_id"]: sample for sample in first[task] if sample["filter"] == kind}
             lower = {sample["doc_id"]: sample for sample in second[task] if sample["filter"] == kind}
-            if not all(_is_number(sample.get(metric)) for sample in (*upper.values(), *lower.values())):
+            if not all(is_number(sample.get(metric)) for sample in (*upper.values(), *lower.values())):
                 skipped.append(f"{task} {metric}: it does not give one number an example")
                 continue
             ids, left_out = _pairs(task, metric, upper, lower, failed)
@@ -94,8 +95,8 @@ def compare_arms(
     adjusted = holm([paired.p_value for _, paired, _ in found])
     comparisons = []
     for ((task, kind, metric), paired, left_out), p_value in zip(found, adjusted, strict=True):
-        upwards = ((higher_is_better or {}).get(task) or {}).get(metric)
-        word, reason = verdict(paired, p_value, higher_is_better=upwards is not False)
+        upwards = ((higher_is_better or {}).get(task) or {}).get(metric, True)
+        word, reason = verdict(paired, p_value, higher_is_better=upwards)
         comparisons.append(Comparison(task, kind, metric, *names, paired, p_value, word, reason, left_out))
     return comparisons, skipped
 
@@ -104,7 +105,8 @@ def _key(task: str, sample: Sample, metric: str) -> tuple[str, str, str]:
     return task, str(sample["filter"]), metric
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether an example's value of a metric is one number."""
     return isinstance(value, bool | int | float) or hasattr(value, "__float__")
 
 

@@ -23,10 +23,11 @@ class RankedResult(GenerationResult):
 class RankedEngine(Engine):
     """An engine whose results are `RankedResult` where prompt log-probabilities were asked for."""
 
-    def _result(self, request: GenerationRequest, output: Any) -> GenerationResult:
-        result = super()._result(request, output)
+    def _result(self, request: GenerationRequest, *found: Any) -> GenerationResult:
+        result = super()._result(request, *found)
         if result.error is not None or not request.want_prompt_logprobs:
             return result
+        output = found[-1]
         table = zip(request.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
         ranks = tuple(int(row[token].rank or 0) for token, row in table if row is not None)
         kept = {field.name: getattr(result, field.name) for field in fields(result)}

@@ -86,9 +86,12 @@ def _continued(request: GenerationRequest, output: tuple[int, ...], size: int) -
     boundary = request.boundary
     if output and request.adapter is not None and boundary is None:
         boundary = len(request.prompt_token_ids)
+    # The same seed again would sample the new tokens with the random numbers of the old.
+    seed = request.seed if request.seed is None else (request.seed + len(output)) % (1 << 32)
     return replace(
         request,
         prompt_token_ids=(*request.prompt_token_ids, *output),
+        seed=seed,
         boundary=boundary,
         max_tokens=min(size, request.max_tokens - len(output)),
     )

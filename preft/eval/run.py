@@ -15,6 +15,7 @@ from preft.adapters.adapter import Adapter
 from preft.adapters.store import load_adapter
 from preft.config.progress import Progress, stage
 from preft.errors import EngineError, PreftError, UnsupportedError, UsageError
+from preft.eval.arm_scores import arm_scores
 from preft.eval.arms import BASE, Failure, read_adapters
 from preft.eval.pairing import Comparison, compare_arms
 from preft.models.locate import locate_model
@@ -50,7 +51,10 @@ class EvalSpec:
         batch_size: On `hf`: rows of a batch, or `auto`.
         max_length: Tokens of input, or None for the model's limit.
         slots: On `vllm`: adapters in one step.
-        seed: Of few-shot choices and resampling.
+        seed: Of few-shot choices, sampled answers and resampling.
+        samples: Answers to each example, for pass@k; more than one are sampled.
+        temperature: Of that sampling, or None for the default.
+        allow_code_execution: Run what the model writes, in a sandbox, in packaged tasks that score it so.
         allow_base_mismatch: Accept other weights of the same architecture.
         engine_options: Further fields of `EngineSettings`.
     """
@@ -71,6 +75,9 @@ class EvalSpec:
     max_length: int | None = None
     slots: int = 8
     seed: int = 1234
+    samples: int = 1
+    temperature: float | None = None
+    allow_code_execution: bool = False
     allow_base_mismatch: bool = False
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -112,15 +119,18 @@ def evaluate(spec: EvalSpec, *, progress: Progress | None = None) -> Evaluation:
         raise UsageError("`--engine` is not valid", got=f"`{spec.engine}`", accepted=", ".join(ENGINES))
     if spec.limit is not None and not spec.limit > 0:
         raise UsageError("`--limit` is not valid", got=f"{spec.limit:g}", accepted="more than 0")
+    _require_sampling(spec)
     _require_harness()
     folder = locate_model(spec.model, progress=progress)
     adapters = {name: load_adapter(path) for name, path in paths.items()}
-    from preft.eval.tasks import find_tasks, load_tasks
+    from preft.eval.tasks import find_tasks, load_tasks, require_several
 
     with stage(progress, "Finding the tasks"):
         manager, names = find_tasks(spec.tasks, spec.include_path)
     with stage(progress, "Loading the tasks"):
-        loaded = load_tasks(manager, names)
+        loaded = load_tasks(manager, names, allow_code_execution=spec.allow_code_execution)
+    if spec.samples > 1:
+        require_several(loaded)
     with stage(progress, f"Starting the {spec.engine} engine"):
         lm = _open(spec, folder, paths, arms, progress)
     with contextlib.closing(lm):
@@ -148,7 +158,14 @@ def evaluate(spec: EvalSpec, *, progress: Progress | None = None) -> Evaluation:
     warnings = (*_template_warnings(adapters, digest), *(f"not compared: {text}" for text in dict.fromkeys(skipped)))
     document = {
         **_facts(spec, names, max_length, digest),
-        "arms": {arm: {**_identity(adapters.get(arm), paths.get(arm)), **found[arm]} for arm in arms},
+        "arms": {
+            arm: {
+                **_identity(adapters.get(arm), paths.get(arm)),
+                **found[arm],
+                "intervals": [row.to_dict() for row in arm_scores(samples[arm], seed=spec.seed)],
+            }
+            for arm in arms
+        },
         "comparisons": [row.to_dict() for row in comparisons],
         "failures": [failure.to_dict() for failure in failures],
         "warnings": list(warnings),
@@ -172,6 +189,9 @@ def _facts(spec: EvalSpec, names: Sequence[str], max_length: int, template: str 
             "batch_size": spec.batch_size if spec.engine == "hf" else None,
             "max_length": max_length,
             "seed": spec.seed,
+            "samples": spec.samples,
+            "temperature": _temperature(spec),
+            "allow_code_execution": spec.allow_code_execution,
             "boundary": {"loglikelihood": "context", "loglikelihood_rolling": 0, "generate_until": "prompt"},
         },
         "chat_template_sha256": template,
@@ -188,6 +208,29 @@ def _require_pairs(pairs: Sequence[tuple[str, str]], arms: Sequence[str]) -> tup
                 accepted=f"two of {', '.join(arms)}",
             )
     return tuple(pairs)
+
+
+def _require_sampling(spec: EvalSpec) -> None:
+    """Checks the number of answers and their temperature."""
+    if spec.samples < 1:
+        raise UsageError("`--samples` is not valid", got=f"{spec.samples}", accepted="at least 1")
+    if spec.temperature is not None and spec.samples == 1:
+        raise UsageError(
+            "`--temperature` has no meaning for one answer an example",
+            got=f"{spec.temperature:g}",
+            accepted="`--samples` of 2 or more; single answers are as each task says",
+        )
+    if spec.temperature is not None and not 0 < spec.temperature < float("inf"):
+        raise UsageError("`--temperature` is not valid", got=f"{spec.temperature:g}", accepted="more than 0")
+
+
+def _temperature(spec: EvalSpec) -> float | None:
+    """Of sampled answers; None where each task decides for itself."""
+    from preft.eval.tasks import SAMPLING_TEMPERATURE
+
+    if spec.samples == 1:
+        return None
+    return SAMPLING_TEMPERATURE if spec.temperature is None else spec.temperature
 
 
 def _require_harness() -> None:
@@ -219,6 +262,7 @@ def _open(
         max_length=spec.max_length,
         slots=spec.slots,
         allow_base_mismatch=spec.allow_base_mismatch,
+        sampling_seed=spec.seed,
         progress=progress,
         **spec.engine_options,
     )
@@ -235,7 +279,13 @@ def _score(
     from preft.eval.tasks import prepare_tasks
 
     lm.use_arm(arm)
-    prepare_tasks(loaded, num_fewshot=spec.num_fewshot, seed=spec.seed)
+    prepare_tasks(
+        loaded,
+        num_fewshot=spec.num_fewshot,
+        seed=spec.seed,
+        samples=spec.samples,
+        temperature=_temperature(spec) or 0.0,
+    )
     # Metrics and tasks of the harness draw from all three.
     random.seed(spec.seed)
     np.random.seed(spec.seed)
@@ -251,6 +301,7 @@ def _score(
             apply_chat_template=spec.apply_chat_template,
             fewshot_as_multiturn=spec.fewshot_as_multiturn,
             system_instruction=spec.system_instruction,
+            confirm_run_unsafe_code=spec.allow_code_execution,
         )
     kept = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
     return {**{key: results[key] for key in kept if key in results}, "samples": results["samples"]}

@@ -194,16 +194,16 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def verdict(paired: Paired, adjusted: float | None, *, higher_is_better: bool = True) -> tuple[str, str]:
+def verdict(paired: Paired, adjusted: float | None, *, higher_is_better: bool | None = True) -> tuple[str, str]:
     """What may be said about the second arm against the first.
 
     Args:
         paired: The comparison.
         adjusted: Its p-value after correction.
-        higher_is_better: The metric's direction.
+        higher_is_better: The metric's direction, or None if neither end is the good one.
 
     Returns:
-        `better`, `worse` or `cannot tell`, and why.
+        `better`, `worse` (without a direction `higher`, `lower`) or `cannot tell`, and why.
     """
     unsure = "cannot tell"
     if not paired.num_pairs:
@@ -215,7 +215,10 @@ def verdict(paired: Paired, adjusted: float | None, *, higher_is_better: bool = 
     if adjusted is None:
         return unsure, f"every pair differs by the same amount; {_room(paired)}"
     if adjusted < LEVEL and paired.difference:
-        word = "better" if (paired.difference > 0) == higher_is_better else "worse"
+        if higher_is_better is None:
+            word = "higher" if paired.difference > 0 else "lower"
+        else:
+            word = "better" if (paired.difference > 0) == higher_is_better else "worse"
         return word, f"p = {adjusted:.2g} after correction, {paired.num_pairs} pairs"
     return unsure, f"p = {adjusted:.2g} after correction; {_room(paired)}"
 

@@ -7,10 +7,12 @@ functions of the harness's `hf` model.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from preft.serve.settings import EngineSettings
 _MAX_NEW_TOKENS = 256
 """The harness's default for tasks that do not say."""
 _UNDERSTOOD = frozenset({"until", "max_gen_toks", "do_sample", "temperature"})
+_WHOLE = {"top_k": (0, -1, None), "top_p": (1, None)}
+"""Values of further settings that leave the whole distribution."""
 
 Builder = Callable[[str, str | None], Job]
 """Makes a request of an id and an adapter's name."""
@@ -53,6 +57,7 @@ class PreftVLLM(TemplateLM):
         max_length: Tokens of input; by default two less than the engine's, which needs room for a target and for
             one token to generate.
         rolling_boundary: As for `preft-hf`.
+        sampling_seed: Of sampled answers. Each answer to a prompt has a seed of its own, the same in every arm.
         batch_size: Not used: the engine batches by itself.
         max_batch_size: Not used either.
         device: Not for the caller to choose; must be None.
@@ -85,6 +90,7 @@ class PreftVLLM(TemplateLM):
         dtype: str = "auto",
         max_length: int | None = None,
         rolling_boundary: int = 0,
+        sampling_seed: int = 0,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         chat_template_args: Mapping[str, Any] | None = None,
@@ -114,6 +120,7 @@ class PreftVLLM(TemplateLM):
         self.max_gen_toks = _MAX_NEW_TOKENS
         self.failures: list[Failure] = []
         self._rolling_boundary = rolling_boundary
+        self._sampling_seed = sampling_seed
         self._progress = progress
         self._waiting: dict[tuple[str, str, int], GenerationResult] = {}
         self._origins: Sequence[Any] = ()
@@ -257,11 +264,20 @@ class PreftVLLM(TemplateLM):
         for index, (place, builder) in enumerate(missing):
             adapter = adapter_of(place[0])
             try:
-                jobs.append(builder(f"{index}", adapter))
+                job = builder(f"{index}", adapter)
+                jobs.append(replace(job, request=replace(job.request, seed=self._seed(job.request, place))))
             except PreftError as error:
                 self._waiting[place] = GenerationResult(f"{index}", adapter, None, (), 0, error=error.to_dict())
         for result in run_rounds(self._engine, jobs, self.tok_decode, progress=self._progress):
             self._waiting[missing[int(result.id)][0]] = result
+
+    def _seed(self, request: GenerationRequest, place: tuple[str, str, int]) -> int | None:
+        """The seed of a sampled answer, from its prompt and settings and from which answer to them it is."""
+        if request.temperature == 0:
+            return None
+        _, key, occurrence = place
+        digest = hashlib.sha256(json.dumps([self._sampling_seed, key, occurrence]).encode()).digest()
+        return int.from_bytes(digest[:4], "little")
 
 
 def _require_understood(settings: Mapping[str, Any]) -> None:
@@ -270,7 +286,11 @@ def _require_understood(settings: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: A sampling setting is not understood.
     """
-    unknown = sorted(set(settings) - _UNDERSTOOD)
+    unknown = sorted(
+        name
+        for name, value in settings.items()
+        if name not in _UNDERSTOOD and not (name in _WHOLE and value in _WHOLE[name])
+    )
     if unknown and settings.get("do_sample"):
         raise UnsupportedError(
             "The task samples with settings that preft-vllm does not honour",

@@ -32,13 +32,20 @@ _PARTS = 2
     epilog=examples(
         "preft eval smollm2 --adapter mine=my-lorap --tasks arc_easy,piqa --limit 200",
         "preft eval smollm2 --adapter a=my-lora --adapter b=my-lorap --tasks gsm8k --compare a,b --out scores",
+        "preft eval smollm2 --adapter mine=my-lorap --tasks preft_instructions,preft_reasoning --apply-chat-template",
+        "preft eval smollm2 --adapter mine=my-lorap --tasks preft_humaneval --samples 8 --allow-code-execution --out s",
         "preft eval smollm2 --adapter mine=my-lorap --tasks my_task --include-path tasks --engine hf --json",
     ),
 )
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")],
     tasks: Annotated[
-        str, typer.Option("--tasks", metavar="T[,T]", help="Tasks, groups or tags of lm-evaluation-harness; * matches.")
+        str,
+        typer.Option(
+            "--tasks",
+            metavar="T[,T]",
+            help="Tasks, groups or tags of lm-evaluation-harness; * matches. Those named preft_... need no network.",
+        ),
     ],
     adapter: NamedAdapters = None,
     engine: Annotated[str, typer.Option("--engine", help="`vllm`, or `hf`: slow, plain Hugging Face.")] = "vllm",
@@ -61,6 +68,16 @@ def evaluate(
     system_instruction: Annotated[
         str | None, typer.Option("--system-instruction", metavar="TEXT", help="First message of each prompt.")
     ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Answers to each example, sampled; scored as pass@k.")
+    ] = 1,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Of several answers to an example. Default: 0.8.")
+    ] = None,
+    allow_code_execution: Annotated[
+        bool,
+        typer.Option("--allow-code-execution", help="Run what the model writes, in a sandbox (preft_humaneval)."),
+    ] = False,
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="Write each example's answers into DIR as well.")
     ] = False,
@@ -73,7 +90,7 @@ def evaluate(
         int | None, typer.Option("--max-length", min=2, help="Tokens of input. Default: the model's limit.")
     ] = None,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Adapters in one step of the vLLM engine.")] = 8,
-    seed: Annotated[int, typer.Option("--seed", help="Of few-shot choices and statistics.")] = 1234,
+    seed: Annotated[int, typer.Option("--seed", help="Of few-shot choices, samples and statistics.")] = 1234,
     allow_base_mismatch: AllowBaseMismatch = False,
     force: Force = False,
     as_json: Json = False,
@@ -108,6 +125,9 @@ def evaluate(
         max_length=max_length,
         slots=slots,
         seed=seed,
+        samples=samples,
+        temperature=temperature,
+        allow_code_execution=allow_code_execution,
         allow_base_mismatch=allow_base_mismatch,
         engine_options={} if verbose else {"vllm": {"use_tqdm_on_load": False}},
     )
@@ -122,6 +142,7 @@ def _run(spec: Any, session: Session, out: Path | None, *, log_samples: bool, fo
 
     from preft.errors import EngineError
     from preft.eval.files import dump, require_free, save_evaluation
+    from preft.eval.plots import has_matplotlib, save_effects
     from preft.eval.run import evaluate as run_evaluation
     from preft_cli.engines import DTYPES, require_choice, vllm_is_installed
 
@@ -135,6 +156,10 @@ def _run(spec: Any, session: Session, out: Path | None, *, log_samples: bool, fo
     with session.diverted():
         found = run_evaluation(spec, progress=session.progress())
         files = save_evaluation(found, out, log_samples=log_samples) if out is not None else []
+        if out is not None and has_matplotlib():
+            files += save_effects(found.comparisons, out)
+        elif out is not None:
+            session.note("note: matplotlib is not installed, so there is no picture of the differences")
     for text in found.warnings:
         session.warn(text)
     for failure in found.failures:
@@ -153,8 +178,12 @@ def _show(session: Session, found: Evaluation) -> None:
     from preft_cli.render import table
 
     arms = found.document["arms"]
+    intervals = {
+        arm: {(row["task"], row["metric"], row["filter"]): row for row in values["intervals"]}
+        for arm, values in arms.items()
+    }
     scores = [
-        (task, *key.partition(",")[::2], *(_score(arm["results"].get(task, {}), key) for arm in arms.values()))
+        (task, *key.partition(",")[::2], *(_score(arms[arm], intervals[arm], task, key) for arm in arms))
         for task, values in next(iter(arms.values()))["results"].items()
         for key in values
         if "," in key and not key.partition(",")[0].endswith("_stderr")
@@ -183,13 +212,18 @@ def _show(session: Session, found: Evaluation) -> None:
         session.show(f"{row.second} - {row.first}, {row.task} {row.metric}: {row.verdict}: {row.reason}{more}")
 
 
-def _score(values: dict[str, Any], key: str) -> str | None:
-    """A metric and its standard error, as `0.512 ± 0.014`."""
-    value = values.get(key)
+def _score(
+    arm: dict[str, Any], intervals: dict[tuple[str, str, str], dict[str, Any]], task: str, key: str
+) -> str | None:
+    """A metric as `0.512 [0.48, 0.55]`, or with its standard error where it gives no number an example."""
+    value = arm["results"].get(task, {}).get(key)
     if not isinstance(value, int | float):
         return None if value is None else str(value)
     metric, _, kind = key.partition(",")
-    error = values.get(f"{metric}_stderr,{kind}")
+    row = intervals.get((task, metric, kind))
+    if row is not None and row["low"] is not None:
+        return f"{value:.4g} [{row['low']:.3g}, {row['high']:.3g}]"
+    error = arm["results"][task].get(f"{metric}_stderr,{kind}")
     return f"{value:.4g} ± {error:.2g}" if isinstance(error, float) else f"{value:.4g}"
 
 

@@ -93,6 +93,17 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def sampled_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a packaged task whose answers are short."""
+    from preft.eval.suites import suites_folder
+
+    folder = tmp_path_factory.mktemp("sampled")
+    text = f"include: {suites_folder() / 'letter_counting.yaml'}\ntask: short_counting\n"
+    (folder / "t.yaml").write_text(text + "generation_kwargs: {until: [], do_sample: false, max_gen_toks: 5}\n")
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _own_data_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps the data library out of the user's cache."""

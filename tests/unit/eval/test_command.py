@@ -29,6 +29,8 @@ def test_tables_json_and_files(call: list[str], tmp_path: Path, capsys: pytest.C
     assert lines[1].startswith("tiny_choice")
     assert any(line.startswith("lorap - lora, tiny_choice acc: ") for line in lines)
     assert len(list(out.glob("samples_*_tiny_*.jsonl"))) == 6
+    assert {path.name for path in out.glob("effects.*")} == {"effects.png", "effects.svg"}
+    assert "[" in lines[1]
     document = json.loads((out / "results.json").read_text())
     assert [row["arms"] for row in document["comparisons"]] == [["lora", "lorap"]] * 2
     assert run([*call, *flags]) == 1
@@ -52,6 +54,8 @@ def test_json_is_one_document_on_stdout(call: list[str], capsys: pytest.CaptureF
         (["--tasks", "tiny_choice", "--batch-size", "0"], "`--batch-size` is not valid"),
         (["--tasks", "tiny_choice", "--dtype", "int8"], "`--dtype` is not valid"),
         (["--tasks", ","], "No task is named"),
+        (["--tasks", "tiny_write", "--samples", "2"], "one answer an example"),
+        (["--tasks", "tiny_write", "--temperature", "1"], "no meaning"),
     ],
 )
 def test_wrong_usage_is_named(

@@ -146,6 +146,48 @@ def test_a_conversation_with_examples(tiny_llama: Path, adapters: dict[str, Path
     assert {row.verdict for row in found.comparisons} == {"cannot tell"}
 
 
+def test_several_answers_to_each_example(tiny_llama: Path, adapters: dict[str, Path], sampled_task: Path) -> None:
+    spec = EvalSpec(
+        str(tiny_llama),
+        {"lorap": adapters["lorap"]},
+        ("short_counting",),
+        engine="hf",
+        include_path=sampled_task,
+        dtype="float32",
+        batch_size=8,
+        limit=4,
+        samples=3,
+    )
+    found = evaluate(spec)
+    for arm in ("base", "lorap"):
+        answers = [sample["resps"][0] for sample in found.samples[arm]["short_counting"]]
+        assert [len(each) for each in answers] == [3] * 4
+        assert all(len(set(each)) > 1 for each in answers)
+        assert {row["metric"] for row in found.document["arms"][arm]["intervals"]} == {
+            "exact", "flexible", "pass@1", "pass@2", "pass@3",
+        }  # fmt: skip
+    assert found.document["settings"]["temperature"] == 0.8
+    again = evaluate(spec)
+    resps = [
+        [sample["resps"] for arm in ("base", "lorap") for sample in each.samples[arm]["short_counting"]]
+        for each in (found, again)
+    ]
+    assert resps[0] == resps[1]
+
+
+def test_what_is_asked_about_several_answers_must_have_a_meaning(
+    tiny_llama: Path, adapters: dict[str, Path], tasks: Path
+) -> None:
+    for wrong, message in (
+        ({"samples": 0}, "`--samples`"),
+        ({"temperature": 0.5}, "no meaning"),
+        ({"samples": 2, "temperature": 0.0}, "`--temperature`"),
+        ({"samples": 2}, "one answer an example"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            evaluate(EvalSpec(str(tiny_llama), adapters, ("tiny_write",), include_path=tasks, **wrong))  # type: ignore[arg-type]
+
+
 @pytest.mark.engine
 def test_the_engines_agree_on_a_whole_evaluation(
     evaluation: Evaluation, tiny_llama: Path, adapters: dict[str, Path], tasks: Path
@@ -200,11 +242,11 @@ def test_wrong_names_are_refused_before_anything_is_loaded(
 
 def test_an_unknown_task_names_near_ones(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import preft.eval.tasks as module
+    from preft.eval import suites
 
     # The harness's own definitions take seconds to read; the folder's do here.
-    monkeypatch.setattr(
-        module, "TaskManager", lambda include_path, include_defaults=False: TaskManager(None, include_path, False)
-    )
+    make = suites.task_manager
+    monkeypatch.setattr(module, "task_manager", lambda include_path, include_defaults=False: make(include_path))
     with pytest.raises(UsageError) as caught:
         find_tasks(["tiny_choise"], tasks)
     assert "tiny_choice" in str(caught.value)

@@ -174,6 +174,22 @@ def test_rounds_change_nothing_but_end_at_a_stop(engine: PreftVLLM) -> None:
         assert engine.tok_decode(list(short.token_ids)).startswith(stop)
 
 
+def test_sampled_answers_differ_and_come_again(engine: PreftVLLM) -> None:
+    """Each answer to a prompt has a seed of its own, the same in every arm, also across rounds."""
+    settings = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 1.0, "max_gen_toks": 70, "until": []}
+    written = instances("generate_until", [("The river is", settings)] * 3)
+    texts = {}
+    for turn in range(2):
+        engine._waiting.clear()
+        for arm in EVERY:
+            engine.use_arm(arm)
+            texts[turn, arm] = engine.generate_until(written)
+    for arm in EVERY:
+        assert texts[0, arm] == texts[1, arm]
+        assert len(set(texts[0, arm])) == 3
+    assert texts[0, "base"] != texts[0, "lorap"]
+
+
 @pytest.mark.full
 def test_both_engines_agree_on_two_hundred_examples(engine: PreftVLLM, plain: PreftHFLM) -> None:
     """Mixed requests under every arm; prints how far the scores are apart."""
