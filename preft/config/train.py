@@ -148,12 +148,21 @@ def load_sft_recipe(path: Path | str, sets: Sequence[str] = ()) -> ResolvedRecip
         FileError: The file cannot be read or is no YAML mapping.
         UsageError: A key is unknown or missing, or a value is not valid.
     """
-    layers = [Layer(f"recipe {path}", _read_yaml(Path(path)))]
-    layers += [Layer("--set", nested(*_split(text))) for text in sets]
-    recipe, origins = resolve(SftRecipe, layers)
+    recipe, origins = resolve(SftRecipe, recipe_layers(path, sets))
     if recipe.positions is not None:
         Policy.parse(recipe.positions)
     return ResolvedRecipe(recipe, origins)
+
+
+def recipe_layers(path: Path | str, sets: Sequence[str]) -> list[Layer]:
+    """The layers of any recipe, from the weakest to the strongest; see `load_sft_recipe`.
+
+    Raises:
+        FileError: The file cannot be read or is no YAML mapping.
+        UsageError: A setting is not `key=value`.
+    """
+    layers = [Layer(f"recipe {path}", _read_yaml(Path(path)))]
+    return layers + [Layer("--set", nested(*_split(text))) for text in sets]
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
