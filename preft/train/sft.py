@@ -112,6 +112,7 @@ def train_sft(
     *,
     resume: bool = False,
     force: bool = False,
+    draw: bool = True,
     argv: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> SftReport:
@@ -121,6 +122,7 @@ def train_sft(
         resolved: The recipe; see `preft.config.train.load_sft_recipe`.
         resume: Go on from the latest checkpoint in the output folder.
         force: Replace what an earlier run wrote there.
+        draw: Write curves and the run's page.
         argv: The command line, for the provenance.
         progress: Receives the stages.
 
@@ -169,7 +171,11 @@ def train_sft(
     with stage(progress, f"Training {recipe.method} at rank {recipe.rank}", recipe.train.max_steps):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     done = int(trainer.state.global_step), time.monotonic() - started
-    return _finish(recipe, handle, data, facts, base_scores, checkpoint, done, progress)
+    report = _finish(recipe, handle, data, facts, base_scores, checkpoint, done, progress)
+    if not draw:
+        return report
+    with stage(progress, "Drawing the curves"):
+        return replace(report, remarks=draw_run(output, report.to_dict(), resolved.table()))
 
 
 def _read_data(recipe: SftRecipe, folder: Path) -> _Data:
@@ -273,8 +279,7 @@ def _finish(
     with stage(progress, "Writing the adapter"):
         _write_json(output / RUN_NAME, document)
         place_adapter(adapter, output, readme=training_card(report.to_dict(), recipe))
-        remarks = draw_run(output, report.to_dict(), facts["recipe"])
-    return replace(report, remarks=remarks)
+    return report
 
 
 def draw_run(output: Path, report: dict[str, Any], settings: Sequence[dict[str, Any]]) -> tuple[str, ...]:

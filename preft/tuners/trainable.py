@@ -81,8 +81,7 @@ def new_adapter(
         raise UsageError(f"`orthogonal` says nothing under the method `{method}`", accepted="`direftp` or `mixed`")
     if targets is not None and method == "direftp":
         raise UsageError("`targets` names linear modules, and `direftp` adapts blocks", hint="use `layers`, or `mixed`")
-    scale = (2.0 * rank if alpha is None else alpha) / rank
-    sites = _sites(model, method, rank, scale, targets, layers)
+    sites = planned_sites(model, method, rank, targets=targets, layers=layers, alpha=alpha)
     manifest = Manifest(positions=policy, dtype="float32", sites=sites, base=base)
     start = Adapter.build(manifest, _starting_values(manifest, seed, orthogonal=orthogonal))
     model.requires_grad_(False)
@@ -92,6 +91,41 @@ def new_adapter(
         for module in _block_updates(handle, name):
             parametrizations.orthogonal(module, "weight", "householder", use_trivialization=False)
     return handle
+
+
+def planned_sites(
+    model: PreTrainedModel,
+    method: str,
+    rank: int,
+    *,
+    targets: Sequence[str] | None = None,
+    layers: Collection[int] | None = None,
+    alpha: float | None = None,
+) -> tuple[Site, ...]:
+    """The sites that a new adapter would have; the arguments are those of `new_adapter`.
+
+    Args:
+        model: A causal language model; one without values will do.
+        method: One of `preft.config.train.METHODS`.
+        rank: Of every site.
+        targets: Last parts of the paths of linear modules.
+        layers: Numbers of decoder blocks.
+        alpha: Scale times rank.
+
+    Raises:
+        UsageError: The arguments name nothing in the model.
+        UnsupportedError: The model cannot be adapted by position.
+    """
+    scale = (2.0 * rank if alpha is None else alpha) / rank
+    blocks = decoder_blocks(model)
+    chosen = _chosen_blocks(list(blocks), layers)
+    sites: list[Site] = []
+    if method != "direftp":
+        sites += _linear_sites(model, chosen, rank, scale, targets)
+    if method in ("direftp", "mixed"):
+        hidden = model.config.get_text_config().hidden_size
+        sites += [Site(path, SiteKind.BLOCK, rank, hidden, hidden, 1.0, has_bias=True) for path in chosen]
+    return tuple(sorted(sites, key=lambda site: (site.path, site.kind)))
 
 
 def method_policy(method: str, positions: Policy | None = None) -> Policy:
@@ -211,25 +245,6 @@ def extract_adapter(
         digest="",
     )
     return Adapter.build(manifest, tensors)
-
-
-def _sites(
-    model: PreTrainedModel,
-    method: str,
-    rank: int,
-    scale: float,
-    targets: Sequence[str] | None,
-    layers: Collection[int] | None,
-) -> tuple[Site, ...]:
-    blocks = decoder_blocks(model)
-    chosen = _chosen_blocks(list(blocks), layers)
-    sites: list[Site] = []
-    if method != "direftp":
-        sites += _linear_sites(model, chosen, rank, scale, targets)
-    if method in ("direftp", "mixed"):
-        hidden = model.config.get_text_config().hidden_size
-        sites += [Site(path, SiteKind.BLOCK, rank, hidden, hidden, 1.0, has_bias=True) for path in chosen]
-    return tuple(sorted(sites, key=lambda site: (site.path, site.kind)))
 
 
 def _chosen_blocks(blocks: list[str], layers: Collection[int] | None) -> list[str]:

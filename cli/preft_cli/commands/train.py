@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -69,6 +69,117 @@ def sft(
         session.warn(remark)
     if made.adapter.moves_nothing():
         session.warn("the adapter moves nothing; train it for longer, or at a higher learning rate")
+
+
+@app.command(
+    "sweep",
+    epilog=examples(
+        "preft train sweep sft-lorap.yaml --set data.eval=held-out.jsonl --set output=out/sweep --ranks 2,8,32",
+        "preft train sweep sft-lorap.yaml --set data.eval=held-out.jsonl --rate direftp=4e-3 --seeds 0,1,2 --resume",
+    ),
+)
+def sweep(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="YAML file with `data.eval`; `output` is the sweep's.")
+    ],
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as `train.max_steps=50`; repeatable."),
+    ] = None,
+    methods: Annotated[
+        str, typer.Option("--methods", metavar="M,...", help="Compared; the first is what others are held against.")
+    ] = "lora,lorap,direftp",
+    ranks: Annotated[str, typer.Option("--ranks", metavar="R,...", help="Of every method.")] = "2,8,32",
+    seeds: Annotated[str, typer.Option("--seeds", metavar="N,...", help="Of every arm.")] = "0,1,2",
+    rates: Annotated[
+        list[str] | None,
+        typer.Option("--rate", metavar="METHOD=RATE", help="A method's own learning rate; repeatable."),
+    ] = None,
+    match_parameters: Annotated[
+        bool,
+        typer.Option(
+            "--match-parameters/--no-match-parameters",
+            help="Add ranks at which the other methods train as many parameters as the first.",
+        ),
+    ] = True,
+    keep_adapters: Annotated[bool, typer.Option("--keep-adapters", help="Keep every run, not its row alone.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the cells that have no row yet.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare methods over ranks and seeds on one recipe: evaluation loss and exact completions, with intervals.
+
+    A row is written after every run, so a sweep that is stopped goes on with `--resume`. The output holds
+    `rows.jsonl`, `summary.json`, `sweep.png` and `index.html`.
+    """
+    session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
+    from preft.config.train import load_sft_recipe
+
+    resolved = load_sft_recipe(recipe, sets or ())
+    from preft.errors import UnsupportedError
+    from preft.train.sweep import SETUP_NAME, SweepSettings, run_sweep
+    from preft.train.sweep_report import arm_cells, difference_cells, remarks_of, save_sweep, summarise
+
+    settings = SweepSettings(
+        methods=tuple(_parts(methods)),
+        ranks=_integers("--ranks", ranks),
+        seeds=_integers("--seeds", seeds),
+        learning_rates=dict(_rate(text) for text in rates or ()),
+        match_parameters=match_parameters,
+        keep_adapters=keep_adapters,
+    )
+
+    def note(row: dict[str, Any]) -> None:
+        session.note(
+            f"{row['method']} r{row['rank']}, seed {row['seed']}: eval loss {row['eval_loss']:.4f}, "
+            f"exact {row['eval_exact']:.1%}, {row['seconds']:.0f} s"
+        )
+
+    with session.diverted():
+        rows = run_sweep(resolved, settings, resume=resume, argv=sys.argv, progress=session.progress(), on_row=note)
+    output = Path(resolved.recipe.output)
+    try:
+        summary = save_sweep(output, rows, json.loads((output / SETUP_NAME).read_text(encoding="utf-8")))
+    except UnsupportedError as error:
+        session.warn(f"nothing was drawn: {error.what} ({error.hint})")
+        summary = summarise(rows)
+    for remark in remarks_of(summary):
+        session.warn(remark)
+    if as_json:
+        session.emit({"folder": str(output), "cells": len(rows), **summary})
+        return
+    from preft_cli.render import table
+
+    shown = [
+        [cells(entry) for entry in summary[key]]
+        for key, cells in (("arms", arm_cells), ("differences", difference_cells))
+    ]
+    session.show(*(table(list(part[0]), [list(row.values()) for row in part]) for part in shown if part))
+    session.note(f"page: {output / 'index.html'}")
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _integers(option: str, text: str) -> tuple[int, ...]:
+    from preft.errors import UsageError
+
+    try:
+        return tuple(int(part) for part in _parts(text))
+    except ValueError:
+        raise UsageError(f"`{option}` is not valid", got=f"`{text}`", accepted="integers, such as `2,8,32`") from None
+
+
+def _rate(text: str) -> tuple[str, float]:
+    from preft.errors import UsageError
+
+    method, _, value = text.partition("=")
+    try:
+        return method.strip(), float(value)
+    except ValueError:
+        raise UsageError("`--rate` is not valid", got=f"`{text}`", accepted="such as `direftp=4e-3`") from None
 
 
 def _note_settings(session: Session, resolved: ResolvedRecipe) -> None:
