@@ -123,7 +123,7 @@ def test_adapters_come_and_go(engine: Engine, made: dict[str, Any]) -> None:
 
 
 def test_markup_in_text_is_escaped(engine: Engine) -> None:
-    hostile = "<script>alert(1)</script> & \"quotes\""
+    hostile = '<script>alert(1)</script> & "quotes"'
     answers = engine.complete([hostile, "one"], "lorap", max_tokens=2)
     for shown in (answers[0]._repr_html_(), answers._repr_html_(), engine.score("one", [hostile])._repr_html_()):
         assert "<script" not in shown
