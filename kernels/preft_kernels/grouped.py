@@ -13,13 +13,20 @@ import torch
 
 from preft_kernels.packed import PackedSite
 from preft_kernels.rows import Run
+from preft_kernels.stacks import Stack, StackCache
 
 MAX_BATCHED_ROWS = 512
 """Segments longer than this go one by one: the product is large enough that stacking weights would only copy them."""
 
 
 def grouped_update(
-    y: torch.Tensor, x: torch.Tensor, runs: Sequence[Run], sites: Sequence[Sequence[PackedSite | None]]
+    y: torch.Tensor,
+    x: torch.Tensor,
+    runs: Sequence[Run],
+    sites: Sequence[Sequence[PackedSite | None]],
+    *,
+    stacks: StackCache | None = None,
+    module: int = 0,
 ) -> int:
     """Adds each adapter's update to its own rows.
 
@@ -31,6 +38,8 @@ def grouped_update(
         x: [T, d_in]; may be `y` itself.
         runs: Rows of each adapter.
         sites: For each run, the numbers of each of its segments, or None where the adapter has nothing here.
+        stacks: Where the stacked weights of single rows are kept for the next step, if anywhere.
+        module: The module's key there.
 
     Returns:
         Number of matrix products that ran.
@@ -44,7 +53,12 @@ def grouped_update(
             if members[0] is not None:
                 for low, chunk in _chunks(members, at, run.length):
                     high = low + run.length * len(chunk)
-                    products += _update(y[low:high], x[low:high], run.length, chunk)
+                    kept = (
+                        stacks.get((module, low), chunk)
+                        if stacks is not None and run.length == 1 < len(chunk)
+                        else None
+                    )
+                    products += _update(y[low:high], x[low:high], run.length, chunk, kept)
             at = stop
     return products
 
@@ -62,7 +76,7 @@ def _chunks(members: list[PackedSite | None], start: int, length: int) -> Iterat
         yield start + index * length, [member]
 
 
-def _update(y: torch.Tensor, x: torch.Tensor, length: int, sites: list[PackedSite]) -> int:
+def _update(y: torch.Tensor, x: torch.Tensor, length: int, sites: list[PackedSite], kept: Stack | None = None) -> int:
     first = sites[0]
     if len(sites) == 1:
         hidden = x @ first.down_t  # [L, R]
@@ -72,13 +86,12 @@ def _update(y: torch.Tensor, x: torch.Tensor, length: int, sites: list[PackedSit
         for part in first.parts:
             y[:, part.column : part.column_stop].addmm_(hidden[:, part.rank_start : part.rank_stop], part.up_t)
         return 1 + len(first.parts)
-    count = len(sites)
-    hidden = torch.bmm(x.reshape(count, length, -1), torch.stack([site.down_t for site in sites]))  # [S, L, R]
-    if first.bias is not None:
-        hidden += torch.stack([site.bias for site in sites if site.bias is not None]).unsqueeze(1)
+    count, stack = len(sites), kept or Stack.build(sites)
+    hidden = torch.bmm(x.reshape(count, length, -1), stack.down_t)  # [S, L, R]
+    if stack.bias is not None:
+        hidden += stack.bias
     hidden = hidden.to(y.dtype)
     rows = y.unflatten(0, (count, length))
-    for index, part in enumerate(first.parts):
-        ups = torch.stack([site.parts[index].up_t for site in sites])  # [S, r, w]
+    for part, ups in zip(first.parts, stack.ups, strict=True):
         rows[:, :, part.column : part.column_stop].baddbmm_(hidden[:, :, part.rank_start : part.rank_stop], ups)
     return 1 + len(first.parts)

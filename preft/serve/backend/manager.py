@@ -21,6 +21,7 @@ from preft.serve.backend.options import BackendOptions
 from preft.serve.backend.packing import ModuleInfo
 from preft.serve.backend.sites import BlockSite, LinearSite, LogitsSite, StepState, install_block_site
 from preft.types import SiteKind
+from preft_kernels.stacks import StackCache
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,8 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         wrapped = self.supported_lora_modules if has_linear_sites(self.model) else []
         self.supported_lora_modules = [name for name in wrapped if name not in skipped]
         super()._create_lora_modules()
-        self.state = StepState()
+        # Adapters in the tier and their stacks together stay within one and a half times the tier's limit.
+        self.state = StepState(stacks=StackCache(self._preft_options.cache_bytes // 2))
         infos: list[ModuleInfo] = []
         for name, module in self.modules.items():
             if name.endswith(_HEAD):

@@ -18,6 +18,7 @@ from preft.serve.backend.step_rows import NO_ROWS, StepRows
 from preft_kernels.grouped import grouped_update
 from preft_kernels.packed import PackedSite
 from preft_kernels.rows import Run, clip_runs
+from preft_kernels.stacks import StackCache
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class StepState:
         active: Adapter id to its numbers, for the ids in `rows`.
         prompt_hidden: While prompt log-probabilities are computed, the step's hidden states [T, D]; else None.
         num_products: Matrix products run for adapters since the start; a pure-decode step adds none.
+        stacks: Stacked weights of adapters that decode, kept between steps.
         num_calls: By module index, how often it applied an update; the canary's proof that it is wired.
     """
 
@@ -52,11 +54,12 @@ class StepState:
     prompt_hidden: torch.Tensor | None = None
     num_products: int = 0
     num_calls: dict[int, int] = field(default_factory=dict)
+    stacks: StackCache | None = None
 
     def update(self, index: int, y: torch.Tensor, x: torch.Tensor, runs: Sequence[Run]) -> None:
         """Adds the updates of one module to `y` in place."""
         sites = [[self.active[slot].sites[index] for slot in run.slots] for run in runs]
-        self.num_products += grouped_update(y, x, runs, sites)
+        self.num_products += grouped_update(y, x, runs, sites, stacks=self.stacks, module=index)
         self.num_calls[index] = self.num_calls.get(index, 0) + 1
 
 
