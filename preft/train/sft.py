@@ -32,6 +32,7 @@ from preft.train.card import training_card
 from preft.train.curves import CURVES_NAME, inline_curves, save_curves
 from preft.train.model import DTYPES, ExampleScore, load_base, score_examples, token_loss
 from preft.train.page import PAGE_NAME, save_page
+from preft.train.processes import Processes
 from preft.train.trainer import AdapterTrainer, MetricsWriter, last_checkpoint, read_metrics
 from preft.tuners.attach import AttachedModel
 from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
@@ -116,7 +117,7 @@ def train_sft(
     argv: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> SftReport:
-    """Runs a recipe.
+    """Runs a recipe; under `torchrun`, in all its processes together, of which the first one writes.
 
     Args:
         resolved: The recipe; see `preft.config.train.load_sft_recipe`.
@@ -134,8 +135,10 @@ def train_sft(
     recipe = resolved.recipe
     policy = method_policy(recipe.method, recipe.policy)
     output = Path(recipe.output)
+    processes = Processes()
     checkpoint = _require_output(output, resume=resume, force=force)
-    folder = locate_model(recipe.model, progress=progress)
+    with processes.main_first():
+        folder = locate_model(recipe.model, progress=progress)
     with stage(progress, "Reading the data"):
         data = _read_data(recipe, folder)
     with stage(progress, "Loading the base model"):
@@ -152,14 +155,19 @@ def train_sft(
             positions=policy,
             seed=recipe.seed,
         )
-    _prepare(output, fresh=checkpoint is None)
+    # Nobody writes before everybody has looked, and nobody goes on before the folder is ready.
+    processes.wait()
+    if processes.is_main:
+        _prepare(output, fresh=checkpoint is None)
     facts = {
         "argv": list(argv),
         "recipe": resolved.table(),
         "data": [report.to_dict() for report in data.reports],
         "eos_policy": "a completion ends with its end-of-turn token; where it had none, the end of sequence is added",
     }
-    _write_json(output / RUN_NAME, provenance("train", facts))
+    if processes.is_main:
+        _write_json(output / RUN_NAME, provenance("train", facts))
+    processes.wait()
     trainer = _trainer(recipe, handle, data, output, progress)
     base_scores: list[ExampleScore] = []
     if data.eval is not None:
@@ -171,8 +179,8 @@ def train_sft(
     with stage(progress, f"Training {recipe.method} at rank {recipe.rank}", recipe.train.max_steps):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     done = int(trainer.state.global_step), time.monotonic() - started
-    report = _finish(recipe, handle, data, facts, base_scores, checkpoint, done, progress)
-    if not draw:
+    report = _finish(recipe, handle, data, facts, base_scores, checkpoint, done, progress, write=processes.is_main)
+    if not draw or not processes.is_main:
         return report
     with stage(progress, "Drawing the curves"):
         return replace(report, remarks=draw_run(output, report.to_dict(), resolved.table()))
@@ -239,6 +247,8 @@ def _finish(
     checkpoint: Path | None,
     done: tuple[int, float],
     progress: Progress | None,
+    *,
+    write: bool,
 ) -> SftReport:
     """Evaluates, writes the adapter, and reports."""
     output = Path(recipe.output)
@@ -249,7 +259,8 @@ def _finish(
             policy = handle.policies["default"]
             scores = score_examples(handle.model, data.eval, policy=policy, batch_size=recipe.train.batch_size)
         arms = {"base": base_scores, "adapter": scores}
-        _write_scores(output / SCORES_NAME, arms)
+        if write:
+            _write_scores(output / SCORES_NAME, arms)
         eval_loss = token_loss(base_scores), token_loss(scores)
         eval_exact = _part_exact(base_scores), _part_exact(scores)
     rows = [row["loss"] for row in read_metrics(output / METRICS_NAME) if "loss" in row]
@@ -276,6 +287,8 @@ def _finish(
         data=data.reports,
         seconds=seconds,
     )
+    if not write:
+        return report
     with stage(progress, "Writing the adapter"):
         _write_json(output / RUN_NAME, document)
         place_adapter(adapter, output, readme=training_card(report.to_dict(), recipe))

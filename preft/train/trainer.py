@@ -196,13 +196,20 @@ class AdapterTrainer(Trainer):
         """Writes a checkpoint beside its place and moves it there when it is complete."""
         staging = self._folder / f".step-{self.state.global_step}.partial"
         self._staging = staging
+        is_main = self.is_world_process_zero()
         try:
-            shutil.rmtree(staging, ignore_errors=True)
+            if is_main:
+                shutil.rmtree(staging, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            # Every process adds the state of its random numbers.
             super()._save_checkpoint(model, trial)
-            (made,) = staging.iterdir()
-            target = self._folder / made.name
-            shutil.rmtree(target, ignore_errors=True)
-            os.rename(made, target)
+            self.accelerator.wait_for_everyone()
+            if is_main:
+                (made,) = staging.iterdir()
+                target = self._folder / made.name
+                shutil.rmtree(target, ignore_errors=True)
+                os.rename(made, target)
+            self.accelerator.wait_for_everyone()
         except (OSError, SafetensorError, RuntimeError) as error:
             raise FileError(
                 f"The checkpoint of step {self.state.global_step} cannot be written",
@@ -211,8 +218,10 @@ class AdapterTrainer(Trainer):
             ) from None
         finally:
             self._staging = None
-            shutil.rmtree(staging, ignore_errors=True)
-        self._forget_old()
+            if is_main:
+                shutil.rmtree(staging, ignore_errors=True)
+        if is_main:
+            self._forget_old()
 
     def _forget_old(self) -> None:
         found = sorted(self._folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
@@ -248,6 +257,8 @@ class MetricsWriter(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keeps the rows up to the step that training starts from."""
+        if not state.is_world_process_zero:
+            return
         rows = read_metrics(self._path) if state.global_step else []
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= state.global_step]
         self._path.write_text("".join(kept), encoding="utf-8")
@@ -258,7 +269,7 @@ class MetricsWriter(TrainerCallback):
         """Writes one row."""
         names = {"loss", "eval_loss", "learning_rate", "grad_norm"}
         row = {name: float(value) for name, value in (logs or {}).items() if name in names}
-        if row:
+        if row and state.is_world_process_zero:
             with self._path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"step": state.global_step, **row}) + "\n")
 

@@ -31,6 +31,7 @@ def train() -> None:
         "preft train sft sft-lorap.yaml --set data.train=mine.jsonl",
         "preft train sft sft-direftp.yaml --set rank=16 --set output=out/rank16",
         "preft train sft sft-lorap.yaml --resume",
+        "torchrun --nproc-per-node 4 -m preft_cli train sft sft-lorap.yaml",
     ),
 )
 def sft(
@@ -50,7 +51,10 @@ def sft(
     The adapter, its model card, `metrics.jsonl` with its curves (`curves.png`, `index.html`) and `run.json` (every
     setting with its origin, versions, digests of the data) end up in the recipe's `output`.
     """
-    session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
+    from preft.train.processes import is_main_process
+
+    speaks = is_main_process()
+    session = Session(as_json=as_json, quiet=quiet or not speaks, verbose=verbose)
     from preft.config.train import load_sft_recipe
 
     resolved = load_sft_recipe(recipe, sets or ())
@@ -59,6 +63,8 @@ def sft(
 
     with session.diverted():
         made = train_sft(resolved, resume=resume, force=force, argv=sys.argv, progress=session.progress())
+    if not speaks:
+        return
     for data in made.data:
         _note_data(session, data)
     if as_json:
