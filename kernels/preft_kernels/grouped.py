@@ -46,6 +46,9 @@ def grouped_update(
     """
     products = 0
     for run, run_sites in zip(runs, sites, strict=True):
+        if run.length == 1 and len({id(site) for site in run_sites}) < len(run_sites):
+            products += _update_shared(y, x, run.start, run_sites, stacks, module)
+            continue
         at = run.start
         for _, group in groupby(run_sites, key=_signature):
             members = list(group)
@@ -60,6 +63,37 @@ def grouped_update(
                     )
                     products += _update(y[low:high], x[low:high], run.length, chunk, kept)
             at = stop
+    return products
+
+
+def _update_shared(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    start: int,
+    sites: Sequence[PackedSite | None],
+    stacks: StackCache | None,
+    module: int,
+) -> int:
+    """Single rows that share adapters: sorted so that each adapter's rows are one segment and its numbers read once."""
+    rows: dict[int, list[int]] = {}
+    members: dict[int, PackedSite] = {}
+    for row, site in enumerate(sites, start):
+        if site is not None:
+            rows.setdefault(id(site), []).append(row)
+            members[id(site)] = site
+    order = sorted(rows, key=lambda key: (len(rows[key]), members[key].signature))
+    if not order:
+        return 0
+    picked = torch.tensor([row for key in order for row in rows[key]], device=y.device)
+    inputs, outputs = x.index_select(0, picked), y.index_select(0, picked)
+    products = at = 0
+    for (length, _), group in groupby(order, key=lambda key: (len(rows[key]), members[key].signature)):
+        chunk = [members[key] for key in group]
+        stop = at + length * len(chunk)
+        kept = stacks.get((module, start + at), chunk) if stacks is not None and len(chunk) > 1 else None
+        products += _update(outputs[at:stop], inputs[at:stop], length, chunk, kept)
+        at = stop
+    y.index_copy_(0, picked, outputs)
     return products
 
 

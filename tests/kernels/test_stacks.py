@@ -84,6 +84,36 @@ def test_prompts_and_single_adapters_keep_nothing() -> None:
     assert (stacks.num_built, stacks.held_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "pattern", [(0, 0, 0, 0), (0, 1, 2, 0, 1, 2), (0, 1, 0, 2, 0, 3), (3, 3, None, 1), (None, None)]
+)
+@pytest.mark.parametrize("same", [False, True])
+def test_rows_that_share_adapters(pattern: tuple[int | None, ...], same: bool) -> None:
+    """Interleaved, unevenly many, some without a site, all under one; and `x` may be `y` itself."""
+    made = [site(seed) for seed in range(4)]
+    sites = [None if index is None else made[index] for index in pattern]
+    count, stacks = len(sites), StackCache(PLENTY)
+    for _ in range(2):
+        y = torch.randn(count + 2, WIDTH)
+        x = y if same else torch.randn(count + 2, WIDTH)
+        right = y.double()
+        for row, member in enumerate(sites, start=1):
+            if member is not None:
+                right[row] = expected(y[row : row + 1], x[row : row + 1], [member], 1)[0]
+        grouped_update(y, x, [Run(1, 1, tuple(range(count)))], [sites], stacks=stacks)
+        torch.testing.assert_close(y.double(), right, atol=1e-5, rtol=1e-5)
+    distinct = {index for index in pattern if index is not None}
+    # Each adapter's numbers are stacked at most once, however many rows it has.
+    assert stacks.held_bytes <= len(distinct) * made[0].num_bytes
+
+
+def test_adapters_of_different_shapes_share_rows() -> None:
+    narrow = PackedSite.build(torch.randn(WIDTH, 1), None, [UpPart(0, 0, torch.randn(1, WIDTH))])
+    sites = [site(1), narrow, site(1), narrow, site(2), narrow]
+    decode(StackCache(PLENTY), sites)
+    decode(StackCache(PLENTY), [sites[0], narrow, sites[0], narrow])
+
+
 def test_the_limit_is_kept_and_numbers_stay_right_beyond_it() -> None:
     sites, stacks = [site(seed) for seed in range(COUNT)], StackCache(10)
     decode(stacks, sites)
