@@ -32,6 +32,14 @@ _SCHEDULER_SEAMS = {
     "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": ("self", "request", "timestamp", "drop_stale_output"),
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": ("self", "request", "delay_free_blocks"),
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": ("self", "scheduler_output", "model_runner_output"),
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats": (
+        "self",
+        "spec_decoding_stats",
+        "kv_connector_stats",
+        "cudagraph_stats",
+        "perf_stats",
+        "ec_connector_stats",
+    ),
     "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys": (
         "request",
         "start_token_idx",
@@ -85,6 +93,13 @@ _WORKER_SEAMS = {
     "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA._apply_lora_to_output": ("self", "x", "output"),
 }
 _HTTP_SEAMS = {
+    "vllm.v1.metrics.loggers:AggregateStatLoggerBase.record": (
+        "self",
+        "scheduler_stats",
+        "iteration_stats",
+        "mm_cache_stats",
+        "engine_idx",
+    ),
     "vllm.entrypoints.serve.engine.serving:BaseServing._check_model": ("self", "request"),
     "vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters": (
         "self",
@@ -176,7 +191,7 @@ def require_cpu_build() -> None:
 def require_scheduler_seams() -> None:
     """Checks what the scheduler reaches into. Raises `EngineError` naming each part that has changed."""
     require_version()
-    _require_signatures(_SCHEDULER_SEAMS)
+    require_signatures(_SCHEDULER_SEAMS)
     from vllm.v1.core.sched.output import NewRequestData
 
     missing = [name for name in _MESSAGE_FIELDS if name not in NewRequestData.__dataclass_fields__]
@@ -187,16 +202,17 @@ def require_scheduler_seams() -> None:
 def require_worker_seams() -> None:
     """Checks what the worker reaches into. Raises `EngineError` naming each part that has changed."""
     require_version()
-    _require_signatures(_WORKER_SEAMS)
+    require_signatures(_WORKER_SEAMS)
 
 
 def require_http_seams() -> None:
     """Checks what the HTTP front end reaches into. Raises `EngineError` naming each part that has changed."""
     require_version()
-    _require_signatures(_HTTP_SEAMS)
+    require_signatures(_HTTP_SEAMS)
 
 
-def _require_signatures(seams: Mapping[str, tuple[str, ...]]) -> None:
+def require_signatures(seams: Mapping[str, tuple[str, ...]]) -> None:
+    """Compares parameters. Raises `EngineError` naming each function that has changed."""
     changed = []
     for seam, expected in seams.items():
         found = _parameters(seam)

@@ -11,11 +11,11 @@ import numpy as np
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from preft.errors import EngineError
-from preft.serve.backend import guard
+from preft.serve.backend import compiled_cache, guard
 from preft.serve.backend.manager import PreftModelManager, PreftWorkerManager
 from preft.serve.backend.messages import RequestStamp
 from preft.serve.backend.sites import StepState
-from preft.serve.backend.step_rows import NO_ROWS, ScheduledRequest, StepRows, build_step_rows
+from preft.serve.backend.step_rows import NO_ROWS, ScheduledRequest, StepRows, build_step_rows, scheduled_requests
 from preft.serve.backend.tier import HostTier
 
 if TYPE_CHECKING:
@@ -81,6 +81,13 @@ class PreftCPUModelRunner(CPUModelRunner):
         wrapped: nn.Module = self.lora_manager.create_lora_manager(model, vllm_config)
         return wrapped
 
+    def warming_up_model(self) -> None:
+        """Compiles the model where it is to be compiled, or loads what an earlier start has compiled."""
+        infos = self.preft_manager.infos
+        compiled_cache.load(self.model, infos)
+        super().warming_up_model()
+        compiled_cache.keep(self.model, infos)
+
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for request_id in scheduler_output.finished_req_ids:
             self.preft_stamps.pop(request_id, None)
@@ -111,28 +118,9 @@ class PreftCPUModelRunner(CPUModelRunner):
         self, input_batch: InputBatch, num_scheduled: np.ndarray, num_sampled: np.ndarray
     ) -> list[ScheduledRequest]:
         """The step's requests that can still have an adapted row."""
-        if not self.preft_stamps:
-            return []
         count = len(num_scheduled)
         computed = input_batch.num_computed_tokens_cpu[:count]
-        token_rows = np.cumsum(num_scheduled) - num_scheduled
-        sample_rows = np.cumsum(num_sampled) - num_sampled
-        found = []
-        for index, request_id in enumerate(input_batch.req_ids[:count]):
-            stamp = self.preft_stamps.get(request_id)
-            if stamp is not None and computed[index] < stamp.spans[-1][1]:
-                found.append(
-                    ScheduledRequest(
-                        stamp.adapter_id,
-                        stamp.spans,
-                        int(computed[index]),
-                        int(num_scheduled[index]),
-                        int(num_sampled[index]),
-                        int(token_rows[index]),
-                        int(sample_rows[index]),
-                    )
-                )
-        return found
+        return scheduled_requests(self.preft_stamps, input_batch.req_ids[:count], computed, num_scheduled, num_sampled)
 
     def preft_set_rows(self, rows: StepRows) -> None:
         """Makes `rows` the adapted rows of the next forward pass and brings in their adapters."""

@@ -6,11 +6,17 @@ lies in its request's adapted spans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from preft.positions import Span, clip
 from preft_kernels.rows import Run, Segment, build_runs
+
+if TYPE_CHECKING:
+    from preft.serve.backend.messages import RequestStamp
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,44 @@ class StepRows:
 
 
 NO_ROWS = StepRows()
+
+
+def scheduled_requests(
+    stamps: Mapping[str, RequestStamp],
+    request_ids: Sequence[str],
+    computed: Sequence[int] | np.ndarray,
+    scheduled: Sequence[int] | np.ndarray,
+    sampled: Sequence[int] | np.ndarray,
+) -> list[ScheduledRequest]:
+    """The step's requests that can still have an adapted row, in row order.
+
+    Args:
+        stamps: Request id to what the scheduler said of it; requests without adapter have none.
+        request_ids: The step's requests, in the order of their rows.
+        computed: For each, the position of its first token in the step.
+        scheduled: For each, its tokens in the step.
+        sampled: For each, its rows of logits.
+    """
+    if not stamps:
+        return []
+    token_rows = np.cumsum(scheduled) - scheduled
+    sample_rows = np.cumsum(sampled) - sampled
+    found = []
+    for index, request_id in enumerate(request_ids):
+        stamp = stamps.get(request_id)
+        if stamp is not None and computed[index] < stamp.spans[-1][1]:
+            found.append(
+                ScheduledRequest(
+                    stamp.adapter_id,
+                    stamp.spans,
+                    int(computed[index]),
+                    int(scheduled[index]),
+                    int(sampled[index]),
+                    int(token_rows[index]),
+                    int(sample_rows[index]),
+                )
+            )
+    return found
 
 
 def build_step_rows(requests: Sequence[ScheduledRequest]) -> StepRows:
