@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 
 VARIABLES = {
+    "PREFT_ADMIN_KEY": "key for changes of adapters on a running `preft serve`; see `--admin-key-file`",
     "PREFT_CACHE": "folder for fetched models; default `preft` under the user's cache directory",
     "PREFT_TRACEBACK": "1 prints the traceback of an internal error instead of writing it to a file",
 }

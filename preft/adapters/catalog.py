@@ -74,7 +74,8 @@ def scan_root(root: Path | str) -> dict[str, Path]:
         )
     try:
         real_root = root.resolve(strict=True)
-        folders = sorted(entry for entry in root.iterdir() if _is_adapter(entry))
+        # Hidden ones are what a write that was cut short has left.
+        folders = sorted(entry for entry in root.iterdir() if _is_adapter(entry) and not entry.name.startswith("."))
     except OSError as error:
         raise FileError(f"The adapter root `{root}` cannot be read", got=error.strerror or str(error)) from None
     found: dict[str, Path] = {}

@@ -27,23 +27,24 @@ if TYPE_CHECKING:
     import torch
 
 MAX_MANIFEST_BYTES = 64 << 20
-MAX_HEADER_BYTES = 64 << 20
-MAX_TENSORS = 1_000_000
+MAX_HEADER_BYTES = 16 << 20
+MAX_TENSORS = 100_000
 
 
-def load_adapter(folder: Path | str, *, expected_digest: str | None = None) -> Adapter:
+def load_adapter(folder: Path | str, *, expected_digest: str | None = None, within: Path | None = None) -> Adapter:
     """Reads and validates an adapter folder.
 
     Args:
         folder: The folder; it may be reached through links, the files in it may not be links.
         expected_digest: Digest that it was registered under; a difference is an error.
+        within: A folder that the adapter must really lie in, whatever links lead to it.
 
     Raises:
-        FileError: The folder or a file in it cannot be read.
+        FileError: The folder or a file in it cannot be read, or it lies outside `within`.
         AdapterError: The contents are not a valid adapter, or not the expected one.
     """
     folder = Path(folder)
-    descriptor = _open_folder(folder)
+    descriptor = _open_folder(folder) if within is None else _open_within(folder, within)
     try:
         manifest_bytes = _read_at(descriptor, MANIFEST_NAME, folder, MAX_MANIFEST_BYTES)
         tensor_bytes = _read_at(descriptor, TENSORS_NAME, folder, None)
@@ -195,6 +196,28 @@ def _open_folder(folder: Path) -> int:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise FileError(f"The adapter folder `{folder}` cannot be opened", got=reason) from None
+
+
+def _open_within(folder: Path, root: Path) -> int:
+    """Opens a folder by its real path below a root, one part after the other, so that no link can lead out."""
+    try:
+        real_root, real = os.path.realpath(root, strict=True), os.path.realpath(folder, strict=True)
+        parts = Path(real).relative_to(real_root).parts
+        if not parts:
+            raise ValueError("the root itself")
+        descriptor = os.open(real_root, os.O_RDONLY | os.O_DIRECTORY)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it lies elsewhere"
+        raise FileError(f"There is no adapter folder `{folder.name}` below the adapter root", got=reason) from None
+    try:
+        for part in parts:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+    except OSError as error:
+        os.close(descriptor)
+        raise FileError(f"The adapter folder `{folder.name}` cannot be opened", got=error.strerror) from None
+    return descriptor
 
 
 def _read_at(descriptor: int, name: str, folder: Path, limit: int | None) -> bytes:

@@ -103,8 +103,13 @@ class AdapterRegistry:
         self._entries: dict[str, Registered | Unavailable] = {}
         self._retired: set[str] = set()
 
-    def check(self, name: str, source: Source) -> tuple[Registered, Adapter]:
+    def check(self, name: str, source: Source, *, within: Path | None = None) -> tuple[Registered, Adapter]:
         """Checks an adapter and says what registering it would mean; nothing is changed.
+
+        Args:
+            name: What it is to be called.
+            source: Where it comes from.
+            within: A folder that the adapter's folder must really lie in, or None for anywhere.
 
         Raises:
             UsageError: The name is not acceptable, or differs from another only in case.
@@ -114,8 +119,8 @@ class AdapterRegistry:
         if isinstance(source, Adapter):
             adapter, folder = source, ""
         else:
+            adapter = load_adapter(source, within=within)
             folder = str(Path(source).resolve())
-            adapter = load_adapter(folder)
         self._require_servable(adapter)
         reference = AdapterReference(adapter.digest, adapter.manifest.positions, folder)
         before = self._entries.get(name)

@@ -19,6 +19,7 @@ app = command_app()
     epilog=examples(
         "preft serve smollm2 --adapters adapters",
         "preft serve smollm2 --adapter mine=my-lorap --port 0 --api-key-file key.txt",
+        "preft serve smollm2 --adapters adapters --watch --admin-key-file admin.txt --access-log requests.jsonl",
         "preft serve smollm2 --adapters adapters --slots 16 -- --max-num-seqs 128",
     ),
 )
@@ -43,6 +44,9 @@ def serve(
     ] = 4.0,
     lm_head: Annotated[bool, typer.Option("--lm-head", help="Accept adapters with an `lm_head` site.")] = False,
     allow_base_mismatch: AllowBaseMismatch = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the model: a slow first start, then faster steps. CPU only.")
+    ] = False,
     host: Annotated[str, typer.Option("--host", help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[
@@ -52,6 +56,21 @@ def serve(
     api_key_file: Annotated[
         Path | None,
         typer.Option("--api-key-file", metavar="FILE", help="File with the key that clients must present."),
+    ] = None,
+    keys_file: Annotated[
+        Path | None,
+        typer.Option("--keys-file", metavar="FILE", help="JSON of further keys, each with the adapters it may use."),
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        typer.Option("--admin-key-file", metavar="FILE", help="File with the key for changes of adapters."),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Take up adapters that change below ROOT.")] = False,
+    max_push_mib: Annotated[
+        int, typer.Option("--max-push-mib", min=1, help="Largest adapter accepted over HTTP, in MiB.")
+    ] = 1024,
+    access_log: Annotated[
+        Path | None, typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request.")
     ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -80,12 +99,19 @@ def serve(
         adapter_cache_gib=adapter_cache_gib,
         lm_head=lm_head,
         allow_base_mismatch=allow_base_mismatch,
+        compiled=compiled,
     )
     options = ServeOptions(
         host=host,
         port=port,
         names=tuple(served_model_name or ()),
         api_key_file=api_key_file,
+        keys_file=keys_file,
+        admin_key_file=admin_key_file,
+        root=adapters,
+        watch=watch,
+        access_log=access_log,
+        max_push_mib=max_push_mib,
         passthrough=tuple(vllm_options or ()),
         verbose=verbose,
     )

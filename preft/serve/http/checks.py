@@ -8,6 +8,7 @@ vLLM's handlers hold them; their classes change.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from preft.positions import Policy, resolve_boundary
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.backend.request import BOUNDARY_ARGUMENT
 from preft.serve.http.names import raise_for_client
+from preft.serve.http.notes import current_note
 
 _OURS = "preft"
 
@@ -71,6 +73,27 @@ def check_boundary(arguments: Mapping[str, object] | None, policy: Policy | None
     resolve_boundary(prompt_length, arguments[BOUNDARY_ARGUMENT])
 
 
+def check_raw_boundary(arguments: Mapping[str, object] | None, body: bytes, prompt_length: int) -> None:
+    """Refuses a boundary of `true` or `false`, which vLLM's reading of the body turns into 1 or 0.
+
+    Args:
+        arguments: The request's extra arguments, as vLLM read them.
+        body: The request's body as it came in; empty where it is not known.
+        prompt_length: Number of prompt tokens.
+
+    Raises:
+        UsageError: The boundary is not an integer.
+    """
+    if not body or (arguments or {}).get(BOUNDARY_ARGUMENT) not in (0, 1):
+        return
+    try:
+        given = json.loads(body)["vllm_xargs"][BOUNDARY_ARGUMENT]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return
+    if isinstance(given, bool):
+        resolve_boundary(prompt_length, given)
+
+
 def check_fields(extra: Mapping[str, object] | None) -> None:
     """Checks the fields of a body that vLLM does not know, which it would ignore.
 
@@ -104,6 +127,15 @@ def check_beam_search(policy: Policy | None) -> None:
             "as prompt",
             hint="leave `use_beam_search` out",
         )
+
+
+def count_adapted(policy: Policy | None, prompt_length: int, boundary: object) -> int:
+    """Prompt tokens that an adapter acts on; 0 for the base model."""
+    if policy is None:
+        return 0
+    if not policy.is_prompt_only:
+        return prompt_length
+    return sum(stop - start for start, stop in policy.spans(resolve_boundary(prompt_length, boundary)))
 
 
 class PreftInputProcessor(InputProcessor):
@@ -174,6 +206,8 @@ class PreftOnlineRenderer(OnlineRenderer):
 
     def _preft_check(self, request: Any, prompts: list[Any]) -> None:
         policy = self.preft_policy(getattr(request, "model", None))
+        note = current_note()
+        arguments = getattr(request, "vllm_xargs", None)
         try:
             check_fields(getattr(request, "model_extra", None))
             if getattr(request, "use_beam_search", False):
@@ -181,9 +215,15 @@ class PreftOnlineRenderer(OnlineRenderer):
             for prompt in prompts:
                 length = extract_prompt_len(self.model_config, prompt)
                 check_length(length, self.model_config.max_model_len)
-                check_boundary(getattr(request, "vllm_xargs", None), policy, length)
+                check_boundary(arguments, policy, length)
+                check_raw_boundary(arguments, bytes(note.body) if note is not None else b"", length)
+                if note is not None:
+                    note.prompt_tokens += length
+                    note.adapted_tokens += count_adapted(policy, length, (arguments or {}).get(BOUNDARY_ARGUMENT))
         except PreftError as error:
             raise_for_client(error)
+        if note is not None:
+            note.body.clear()
 
 
 def install_checks(processor: InputProcessor, renderer: OnlineRenderer, find_policy: FindPolicy) -> None:

@@ -23,10 +23,15 @@ from preft.errors import EngineError
 from preft.positions import Policy
 from preft.serve.backend import guard
 from preft.serve.backend.options import BackendOptions
+from preft.serve.http.admin import add_adapter, put_adapter, remove_adapter
 from preft.serve.http.checks import install_checks
-from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware
+from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware, NoteMiddleware
 from preft.serve.http.names import AdapterNames, Redactor, describe, list_models
+from preft.serve.http.notes import Notes, current_note
+from preft.serve.http.operations import Operations
+from preft.serve.http.outputs import observe_outputs
 from preft.serve.http.plan import ServePlan, take_plan
+from preft.serve.http.watch import Watch
 from preft.serve.registry import AdapterRegistry, Registered
 from preft.serve.settings import GIB, EngineSettings
 
@@ -49,6 +54,7 @@ class FrontEnd:
         options: The engine's settings.
         engine: vLLM's client of the engine.
         registry: The adapters.
+        operations: What may be done to them.
         redact: Takes server paths out of errors.
         canaries: Each worker's canary result, taken when it started.
         max_model_len: Longest prompt plus output.
@@ -59,6 +65,7 @@ class FrontEnd:
     options: BackendOptions
     engine: EngineClient
     registry: AdapterRegistry
+    operations: Operations
     redact: Redactor
     canaries: list[Mapping[str, Any]]
     max_model_len: int
@@ -83,13 +90,22 @@ class PreftEndpoints:
             EngineError: A part of vLLM that preft relies on has changed.
         """
         guard.require_http_seams()
+        plan = take_plan()
+        app.state.preft_plan = plan
+        app.state.preft_notes = notes = Notes(plan.access_log)
         app.add_api_route("/v1/models", show_models, methods=["GET"])
         app.add_api_route("/v1/preft/health", show_health, methods=["GET"])
         app.add_api_route("/v1/preft/adapters", show_adapters, methods=["GET"])
         app.add_api_route("/v1/preft/status", show_status, methods=["GET"])
+        app.add_api_route("/v1/preft/adapters", add_adapter, methods=["POST"])
+        app.add_api_route("/v1/preft/adapters/{name:path}", put_adapter, methods=["PUT"])
+        app.add_api_route("/v1/preft/adapters/{name:path}", remove_adapter, methods=["DELETE"])
         app.add_middleware(ClosedMiddleware)
-        if keys := _keys(app.state.args):
-            app.add_middleware(KeyMiddleware, keys=keys)
+        keys = _keys(app.state.args)
+        if keys or plan.keys:
+            # The parent's own key, by which it asks for health where every other key is for some adapters.
+            app.add_middleware(KeyMiddleware, keys=[*keys, plan.instance_key], limited=plan.keys)
+        app.add_middleware(NoteMiddleware, notes=notes)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Registers the adapters and installs names and checks.
@@ -99,14 +115,15 @@ class PreftEndpoints:
         """
         if engine_client is None:
             raise EngineError("preft's endpoints need an engine")
-        plan = take_plan()
+        plan: ServePlan = state.preft_plan
         options = BackendOptions.from_config(engine_client.vllm_config.additional_config)
         _require_arguments(args, plan)
         canaries = require_canaries(await engine_client.collective_rpc("preft_status"))
         models: Any = state.openai_serving_models
         if models.lora_requests:
             raise EngineError("vLLM holds LoRA adapters that preft did not register")
-        redact = Redactor(plan.adapters)
+        root = Path(plan.root) if plan.root is not None else None
+        redact = Redactor(plan.adapters, root)
         registry = await asyncio.to_thread(_register, plan, options, Path(engine_client.model_config.model))
         names = AdapterNames(registry, models.is_base_model, redact)
         models.lora_requests = names
@@ -116,9 +133,21 @@ class PreftEndpoints:
             return entry.reference.policy if entry is not None else None
 
         install_checks(engine_client.input_processor, state.online_renderer, find_policy)
+        operations = Operations(registry, engine_client, state.preft_notes, root)
+        observe_outputs(engine_client, operations, redact)
         state.preft = FrontEnd(
-            plan, options, engine_client, registry, redact, canaries, engine_client.model_config.max_model_len
+            plan,
+            options,
+            engine_client,
+            registry,
+            operations,
+            redact,
+            canaries,
+            engine_client.model_config.max_model_len,
         )
+        if plan.watch and root is not None:
+            fixed = frozenset(name for name, path in plan.adapters.items() if Path(path).parent != root)
+            state.preft_watch = asyncio.create_task(Watch(operations, root, fixed).run())
 
 
 def require_canaries(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -183,8 +212,19 @@ async def show_models(request: Request) -> JSONResponse:
     """GET /v1/models: the base model and the adapters that can be served."""
     front = _front(request)
     return JSONResponse(
-        list_models(front.registry, front.plan.names, created=front.created, max_model_len=front.max_model_len)
+        list_models(
+            front.registry,
+            front.plan.names,
+            created=front.created,
+            max_model_len=front.max_model_len,
+            may_use=_may_use,
+        )
     )
+
+
+def _may_use(name: str) -> bool:
+    note = current_note()
+    return note is None or note.may_use(name)
 
 
 async def show_health(request: Request) -> JSONResponse:
@@ -202,7 +242,12 @@ async def show_health(request: Request) -> JSONResponse:
 async def show_adapters(request: Request) -> JSONResponse:
     """GET /v1/preft/adapters: every adapter, with the reason of each that cannot be served."""
     front = _front(request)
-    return JSONResponse({"adapters": [describe(entry, front.redact) for entry in front.registry.entries()]})
+    listed = [
+        {**describe(entry, front.redact), "requests": front.operations.requests(entry.name)}
+        for entry in front.registry.entries()
+        if _may_use(entry.name)
+    ]
+    return JSONResponse({"adapters": listed})
 
 
 async def show_status(request: Request) -> JSONResponse:

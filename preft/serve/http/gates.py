@@ -1,7 +1,7 @@
-"""What stands before vLLM's routes: the API key on every one of them, and a refusal for those that stay closed.
+"""What stands before vLLM's routes: a note of each request, the API keys on every route, and routes that stay closed.
 
 vLLM asks for its key on some path prefixes only. Outside them it tells which model names exist (`/tokenize`) and which
-adapters are in use (`/metrics`). Where a key is set, it is asked for everywhere but on the routes that a load balancer
+adapters are in use (`/metrics`). Where keys are set, one is asked for everywhere but on the routes that a load balancer
 probes. Routes are closed here and not by other routes, since some of vLLM's are mounted after every plugin's.
 """
 
@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
+from preft.serve.http.notes import Note, Notes, current_note
+from preft.serve.http.plan import EVERYTHING
+
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 """Routes that say nothing of models, adapters or clients."""
+WHOLE_KEY_PATHS = frozenset({"/metrics", "/v1/preft/status"})
+"""Routes that tell of every adapter, so that a key for some of them does not open them."""
 
 CLOSED_PATHS = {
     "/v1/load_lora_adapter": "vLLM's own LoRA loading would serve adapters on every token",
@@ -30,6 +35,42 @@ CLOSED_PATHS = {
     "/scale_elastic_ep": "preft serves one engine",
 }
 """Routes of vLLM's that stay closed, and why."""
+KEPT_BODY_BYTES = 64 << 20
+
+
+class NoteMiddleware:
+    """Makes the note of each request and keeps it until the answer is out.
+
+    Args:
+        app: What is guarded.
+        notes: Where notes are kept.
+    """
+
+    def __init__(self, app: ASGIApp, notes: Notes) -> None:
+        self._app = app
+        self._notes = notes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        note = Note(scope.get("method", "WEBSOCKET"), request_path(scope))
+        is_json = Headers(scope=scope).get("content-type", "application/json").startswith("application/json")
+
+        async def listen() -> Message:
+            message = await receive()
+            if is_json and message["type"] == "http.request" and len(note.body) < KEPT_BODY_BYTES:
+                note.body += message.get("body", b"")
+            return message
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                note.status = message["status"]
+            await send(message)
+
+        with self._notes.open(note):
+            await self._app(scope, listen, answer)
 
 
 class ClosedMiddleware:
@@ -44,53 +85,80 @@ class ClosedMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers it."""
-        reason = CLOSED_PATHS.get(_path(scope)) if scope["type"] == "http" else None
+        reason = CLOSED_PATHS.get(request_path(scope)) if scope["type"] == "http" else None
         if reason is None:
             await self._app(scope, receive, send)
-            return
-        error = {"message": f"This route is closed: {reason}", "type": "Forbidden", "code": HTTPStatus.FORBIDDEN}
-        await JSONResponse({"error": error}, status_code=HTTPStatus.FORBIDDEN)(scope, receive, send)
+        else:
+            await forbidden(f"This route is closed: {reason}")(scope, receive, send)
 
 
 class KeyMiddleware:
-    """Answers 401 to a request without the key.
+    """Answers 401 to a request without a key, and notes what its key may use.
 
     Args:
         app: What is guarded.
-        keys: Accepted keys.
+        keys: Keys that open everything.
+        limited: Further keys, with the adapters that each may use or `*`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], limited: Mapping[str, Sequence[str] | str] | None = None
+    ) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._keys: list[tuple[bytes, frozenset[str] | None]] = [(_digest(key), None) for key in keys]
+        for key, names in (limited or {}).items():
+            self._keys.append((_digest(key), None if names == EVERYTHING else frozenset(names)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers it."""
         kind = scope["type"]
         no_client = kind not in ("http", "websocket") or scope.get("method") == "OPTIONS"
-        if no_client or self._is_open(scope) or self._has_key(Headers(scope=scope)):
+        if no_client or (kind == "http" and request_path(scope) in OPEN_PATHS):
             await self._app(scope, receive, send)
-        elif kind == "websocket":
+            return
+        is_known, allowed = self._find(Headers(scope=scope))
+        if not is_known:
+            await self._refuse(scope, receive, send)
+        elif allowed is not None and request_path(scope) in WHOLE_KEY_PATHS:
+            await forbidden("This route tells of every adapter, and the key is for some of them")(scope, receive, send)
+        else:
+            note = current_note()
+            if note is not None:
+                note.allowed = allowed
+            await self._app(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
 
-    def _is_open(self, scope: Scope) -> bool:
-        return scope["type"] == "http" and _path(scope) in OPEN_PATHS
-
-    def _has_key(self, headers: Headers) -> bool:
+    def _find(self, headers: Headers) -> tuple[bool, frozenset[str] | None]:
         scheme, _, key = (headers.get("Authorization") or "").partition(" ")
         if scheme.lower() != "bearer":
-            return False
+            return False, None
         given = _digest(key)
         # Every key is compared, so that the time tells nothing.
-        return sum(secrets.compare_digest(given, digest) for digest in self._digests) > 0
+        found = [allowed for digest, allowed in self._keys if secrets.compare_digest(given, digest)]
+        return bool(found), found[0] if found else None
 
 
-def _path(scope: Scope) -> str:
+def is_same_secret(given: str | None, expected: str) -> bool:
+    """Whether a secret was given rightly, in a time that tells nothing of it."""
+    return given is not None and secrets.compare_digest(_digest(given), _digest(expected))
+
+
+def forbidden(message: str) -> JSONResponse:
+    """A 403 with its reason."""
+    error = {"message": message, "type": "Forbidden", "code": HTTPStatus.FORBIDDEN}
+    return JSONResponse({"error": error}, status_code=HTTPStatus.FORBIDDEN)
+
+
+def request_path(scope: Scope) -> str:
+    """The path of a request's URL below where the server is mounted."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

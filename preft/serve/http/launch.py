@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 from preft.errors import FileError, UnsupportedError, UsageError
 from preft.serve.backend import guard
 from preft.serve.http.passthrough import OVERRIDABLE, option_names, option_value, require_passable, to_flags
-from preft.serve.http.plan import ServePlan
+from preft.serve.http.plan import EVERYTHING, ServePlan
 from preft.serve.settings import EngineSettings, bind_all_cores
 
 PLUGIN = "preft"
+ADMIN_KEY_VARIABLE = "PREFT_ADMIN_KEY"
+"""Holds the key for changes of adapters where no file does; the server's own processes do not get it."""
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """vLLM's own server. Its program `vllm serve` cannot be used: it asks for a distribution named `vllm`, which the CPU
 build does not have."""
@@ -59,7 +62,7 @@ class Launch:
         environment: Its whole environment.
         plan: What the plugin is told.
         address: Where it will listen.
-        api_key: Key that clients must present, or None.
+        api_key: Key by which the server recognises this process, or None where it asks for none.
         stop_s: Seconds that it may take to end once asked to.
     """
 
@@ -80,6 +83,12 @@ class ServeOptions:
         port: Port; 0 takes a free one.
         names: Names of the base model; empty for one taken from the model.
         api_key_file: File that holds the API key, or None.
+        keys_file: File of further API keys with the adapters of each, or None.
+        admin_key_file: File that holds the key for changes of adapters, or None.
+        root: Folder of adapters, for changes while the server runs, or None.
+        watch: Take up what changes in `root`.
+        access_log: File for one line a request, or None.
+        max_push_mib: Largest adapter accepted over HTTP, in MiB.
         passthrough: vLLM's own options.
         verbose: Leave vLLM's log at its usual level.
     """
@@ -88,6 +97,12 @@ class ServeOptions:
     port: int = 8000
     names: tuple[str, ...] = ()
     api_key_file: Path | None = None
+    keys_file: Path | None = None
+    admin_key_file: Path | None = None
+    root: Path | None = None
+    watch: bool = False
+    access_log: Path | None = None
+    max_push_mib: int = 1024
     passthrough: tuple[str, ...] = ()
     verbose: bool = False
 
@@ -118,7 +133,16 @@ def plan_launch(
     require_environment(environment)
     names = options.names or (default_name(model),)
     require_names(names, adapters)
+    keys = read_keys(options.keys_file) if options.keys_file else {}
+    admin_key = read_key(options.admin_key_file) if options.admin_key_file else environment.get(ADMIN_KEY_VARIABLE)
+    if options.watch and options.root is None:
+        raise UsageError("`--watch` needs a folder to watch", hint="name it with `--adapters ROOT`")
     key = read_key(options.api_key_file) if options.api_key_file else environment.get("VLLM_API_KEY") or None
+    environment.pop(ADMIN_KEY_VARIABLE, None)
+    if keys and key is not None:
+        # vLLM knows whole keys only and would refuse the others; preft's gate takes all of them.
+        keys[key], key = EVERYTHING, None
+        environment.pop("VLLM_API_KEY", None)
     tls = {"ssl-keyfile", "ssl-certfile"} <= option_names(options.passthrough)
     address = Address(options.host, _free_port(options.host, options.port), tls)
     command = (
@@ -131,10 +155,21 @@ def plan_launch(
         *_quiet_flags(options),
         *options.passthrough,
     )
-    plan = ServePlan(model, tuple(names), {name: str(path.absolute()) for name, path in adapters.items()})
+    plan = ServePlan(
+        model,
+        tuple(names),
+        {name: str(path.absolute()) for name, path in adapters.items()},
+        root=str(options.root.absolute()) if options.root is not None else None,
+        watch=options.watch,
+        admin_key=admin_key or None,
+        keys=keys,
+        access_log=_writable(options.access_log) if options.access_log is not None else None,
+        max_push_bytes=options.max_push_mib << 20,
+    )
     drain_s = option_value(options.passthrough, "shutdown-timeout") or "0"
     stop_s = _STOP_S + (float(drain_s) if drain_s.isdigit() else 0.0)
-    return Launch(command, server_environment(environment, key, options), plan, address, key, stop_s)
+    own_key = plan.instance_key if keys else key
+    return Launch(command, server_environment(environment, key, options), plan, address, own_key, stop_s)
 
 
 def require_environment(environment: Mapping[str, str]) -> None:
@@ -224,6 +259,45 @@ def read_key(path: Path) -> str:
             f"The API key file `{path}` does not hold a key", accepted="one line of visible ASCII characters"
         )
     return key
+
+
+def read_keys(path: Path) -> dict[str, list[str] | str]:
+    """Reads a file of API keys: a JSON object of key to list of adapter names, or to `*` for all of them.
+
+    Raises:
+        FileError: The file cannot be read.
+        UsageError: It does not hold that.
+    """
+    from preft.adapters.catalog import require_name
+
+    accepted = 'a JSON object such as {"KEY": ["alice", "bob"], "OTHER-KEY": "*"}'
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(
+            f"The file of keys `{path}` cannot be read", got=getattr(error, "strerror", None) or str(error)
+        ) from None
+    except ValueError:
+        raise UsageError(f"The file of keys `{path}` is not JSON", accepted=accepted) from None
+    if not isinstance(document, dict) or not document:
+        raise UsageError(f"The file of keys `{path}` holds no keys", accepted=accepted)
+    for number, (key, names) in enumerate(document.items(), 1):
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise UsageError(f"Key {number} in `{path}` is not one word of visible ASCII characters")
+        if names != EVERYTHING and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise UsageError(f"Key {number} in `{path}` has no list of adapter names", accepted=accepted)
+        for name in names if names != EVERYTHING else ():
+            require_name(name)
+    return document
+
+
+def _writable(path: Path) -> str:
+    """The absolute path of a log, once it is known that it can be appended to."""
+    try:
+        with path.open("ab"):
+            return str(path.absolute())
+    except OSError as error:
+        raise FileError(f"The access log `{path}` cannot be written", got=error.strerror) from None
 
 
 def _engine_flags(folder: Path, settings: EngineSettings, passthrough: Sequence[str]) -> list[str]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
+from preft.adapters.catalog import unknown_adapter
 from preft.errors import PreftError
+from preft.serve.http.notes import current_note
 from preft.serve.registry import AdapterRegistry, Registered, Unavailable
 
 if TYPE_CHECKING:
@@ -33,8 +35,9 @@ def raise_for_client(error: PreftError) -> NoReturn:
 class AdapterNames(Mapping[str, "LoRARequest"]):
     """Stands in for the dictionary of LoRA requests in vLLM's front end.
 
-    A name is resolved when a request arrives, so a replaced adapter serves its new digest to new requests. Looking an
-    unknown or unavailable name up raises the error that the client is to see.
+    A name is resolved once a request, when it arrives, so a replaced adapter serves its new digest to new requests and
+    none sees two versions. Looking up a name that is unknown, unavailable or not for the request's key raises the error
+    that the client is to see.
 
     Nothing is listed: vLLM walks the values to find an adapter named like a kind of content (`text`, `image`) and
     would apply it to the base model's requests.
@@ -61,12 +64,23 @@ class AdapterNames(Mapping[str, "LoRARequest"]):
         Raises:
             VLLMClientError: Neither, or an adapter that cannot be served.
         """
+        note = current_note()
+        if note is not None and isinstance(name, str):
+            note.model = name
         if name is None or name == "" or (isinstance(name, str) and self._is_base(name)):
             return None
+        if note is not None and note.entry is not None and note.entry.name == name:
+            return note.entry
         try:
-            return self._registry.resolve(str(name))
+            if note is not None and note.allowed is not None and not note.may_use(str(name)):
+                known = (entry.name for entry in self._registry.entries() if note.may_use(entry.name))
+                raise unknown_adapter(str(name), known)
+            entry = self._registry.resolve(str(name))
         except PreftError as error:
             raise_for_client(self._redact(str(name), error))
+        if note is not None:
+            note.entry = entry
+        return entry
 
     def __contains__(self, name: object) -> bool:
         return self.find(name) is not None
@@ -85,9 +99,14 @@ class AdapterNames(Mapping[str, "LoRARequest"]):
 
 
 def list_models(
-    registry: AdapterRegistry, names: tuple[str, ...], *, created: int, max_model_len: int
+    registry: AdapterRegistry,
+    names: tuple[str, ...],
+    *,
+    created: int,
+    max_model_len: int,
+    may_use: Callable[[str], bool] = lambda _name: True,
 ) -> dict[str, Any]:
-    """The body of `/v1/models`: the base model's names and every adapter that can be served; no path."""
+    """The body of `/v1/models`: the base model's names and every adapter that can be served and used; no path."""
 
     def card(name: str, parent: str | None) -> dict[str, Any]:
         return {
@@ -100,7 +119,7 @@ def list_models(
             "max_model_len": max_model_len,
         }
 
-    adapters = [entry.name for entry in registry.entries() if isinstance(entry, Registered)]
+    adapters = [entry.name for entry in registry.entries() if isinstance(entry, Registered) and may_use(entry.name)]
     return {
         "object": "list",
         "data": [*(card(name, None) for name in names), *(card(name, names[0]) for name in adapters)],
@@ -112,26 +131,32 @@ class Redactor:
 
     Args:
         folders: Adapter folders by name, as given.
+        root: The folder of adapters, or None.
     """
 
-    def __init__(self, folders: Mapping[str, str]) -> None:
+    def __init__(self, folders: Mapping[str, str], root: Path | None = None) -> None:
         self._folders = dict(folders)
+        self._roots = sorted({f"{root}/", f"{root.resolve()}/"}, key=len, reverse=True) if root is not None else []
 
     def __call__(self, name: str, error: PreftError) -> PreftError:
         """The error with the adapter's folder replaced by its name."""
-        folder = self._folders.get(name)
-        if folder is None:
-            return error
-        paths = sorted({folder, str(Path(folder).resolve())}, key=len, reverse=True)
 
         def clean(text: str | None) -> str | None:
-            for path in paths:
-                text = text.replace(path, name) if text else text
-            return text
+            return self.text(name, text) if text else text
 
         return type(error)(
             clean(error.what) or "", got=clean(error.got), accepted=clean(error.accepted), hint=clean(error.hint)
         )
+
+    def text(self, name: str, text: str) -> str:
+        """A text with the adapter's folder replaced by its name, and the root left out."""
+        folder = self._folders.get(name)
+        if folder is not None:
+            for path in sorted({folder, str(Path(folder).resolve())}, key=len, reverse=True):
+                text = text.replace(path, name)
+        for path in self._roots:
+            text = text.replace(path, "")
+        return text
 
 
 def describe(entry: Registered | Unavailable, redact: Redactor) -> dict[str, Any]:

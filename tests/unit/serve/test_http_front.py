@@ -16,10 +16,12 @@ from preft.errors import EngineError, PreftError, RequestError, UnsupportedError
 from preft.positions import ALL, PROMPT, Policy
 from preft.serve.backend import guard
 from preft.serve.backend.reference import AdapterReference
+from preft.serve.http import endpoint
 from preft.serve.http.checks import check_beam_search, check_boundary, check_engine_request, check_fields, check_length
 from preft.serve.http.endpoint import PreftEndpoints, require_canaries
 from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware
 from preft.serve.http.names import AdapterNames, Redactor, describe, list_models
+from preft.serve.http.plan import ServePlan
 from preft.serve.registry import AdapterRegistry
 from preft.serve.settings import EngineSettings
 from tests.helpers.tiny import random_adapter
@@ -177,6 +179,7 @@ def test_a_changed_seam_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     app = FastAPI()
     app.state.args = SimpleNamespace(api_key=None)
+    monkeypatch.setattr(endpoint, "take_plan", lambda: ServePlan("m", ("m",), {}))
     PreftEndpoints().attach_router(app)
     monkeypatch.setitem(guard._HTTP_SEAMS, "vllm.v1.engine.input_processor:InputProcessor.process_inputs", ("self",))
     with pytest.raises(EngineError, match=r"InputProcessor\.process_inputs"):
