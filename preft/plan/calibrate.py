@@ -87,7 +87,7 @@ def read_measured(path: Path) -> list[Measured]:
     try:
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            if row["kind"] in ARMS and row["kind"] == row["arm"] and row["output_tokens_per_s"]:
+            if _is_predicted(row) and row["output_tokens_per_s"]:
                 groups.setdefault((row["arm"], row["adapters"], row["lora_rank"]), []).append(row)
         found = [_measured(rows) for rows in groups.values()]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -97,6 +97,12 @@ def read_measured(path: Path) -> list[Measured]:
     if not found:
         raise FileError(f"`{file}` holds no measured arm", accepted=f"rows of {', '.join(ARMS)}")
     return found
+
+
+def _is_predicted(row: Mapping[str, Any]) -> bool:
+    """Whether the roofline has the arm: no second arm of a kind, no mixed ranks, no row that is another's copy."""
+    whole = row["kind"] in ARMS and row["kind"] == row["arm"]
+    return whole and isinstance(row["lora_rank"], int) and not row.get("shared")
 
 
 def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:

@@ -88,7 +88,9 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     rows[0]["output_tokens_per_s"] = None
     rows[1].update(kind="stock-lora", arm="stock-lora")
     rows[2].update(arm="lorap-2")
-    assert len(read_measured(written(tmp_path, rows))) == 21
+    rows[3].update(lora_rank="8+32")
+    rows[4].update(shared=True)
+    assert len(read_measured(written(tmp_path, rows))) == 19
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:
