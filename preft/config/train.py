@@ -18,6 +18,7 @@ METHODS = ("lorap", "direftp", "lora", "mixed")
 TURNS = ("each", "last")
 """Which assistant turns become examples: each of them, or the last one of a conversation only."""
 DTYPES = ("float32", "bfloat16", "float16")
+COLUMNS = ("messages", "prompt", "completion")
 REPORTERS = ("tensorboard", "trackio", "wandb")
 
 
@@ -26,12 +27,14 @@ class DataSettings:
     """What is learnt.
 
     Attributes:
-        train: JSON lines: `messages`, or `prompt` and `completion`.
+        train: JSON lines: `messages`, or `prompt` and `completion`. Or a data set that the `datasets` library reads:
+            a folder, or `ORG/NAME[/CONFIG][@REVISION][:SPLIT]` on the hub.
         eval: The same, for an evaluation loss; null for none.
         turns: `each` assistant turn is an example, or the `last` one of a conversation only.
         max_tokens: Longest example in tokens. A longer prompt loses its first tokens.
         cut_completions: Cut a completion that does not fit, instead of refusing its row.
         max_bad_rows: Part of the rows, 0 to 1, that may be unusable.
+        columns: `OURS=THEIRS` for columns of other names, such as `messages=conversations`.
     """
 
     train: str = setting()
@@ -40,6 +43,23 @@ class DataSettings:
     max_tokens: int = setting(default=1024, least=2)
     cut_completions: bool = setting(default=False)
     max_bad_rows: float = setting(default=0.0, least=0, most=1)
+    columns: tuple[str, ...] = setting(default=())
+
+    @property
+    def column_names(self) -> dict[str, str]:
+        """`columns` as a mapping.
+
+        Raises:
+            UsageError: An entry is not `OURS=THEIRS`.
+        """
+        pairs = dict(entry.partition("=")[::2] for entry in self.columns)
+        if not all(theirs and ours in COLUMNS for ours, theirs in pairs.items()):
+            raise UsageError(
+                "`data.columns` is not valid",
+                got=str(list(self.columns)),
+                accepted="such as `[prompt=question, completion=answer]` for " + ", ".join(f"`{c}`" for c in COLUMNS),
+            )
+        return pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +171,7 @@ def load_sft_recipe(path: Path | str, sets: Sequence[str] = ()) -> ResolvedRecip
     recipe, origins = resolve(SftRecipe, recipe_layers(path, sets))
     if recipe.positions is not None:
         Policy.parse(recipe.positions)
+    _ = recipe.data.column_names
     return ResolvedRecipe(recipe, origins)
 
 

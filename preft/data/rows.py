@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from preft.adapters.catalog import require_name
-from preft.adapters.jsonfile import parse_json_object
+from preft.data.jsonlines import MAX_LINE_BYTES, parse_line, read_lines
 from preft.data.requests import GenerationResult
 from preft.errors import FileError, PreftError, RequestError
-
-MAX_LINE_BYTES = 64 << 20
-"""Longest line in bytes; a longer one is skipped, and fails alone."""
 
 REQUIRED = ("id", "adapter")
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
@@ -26,7 +23,6 @@ _SHAPE = (
     '{"id": "1", "adapter": NAME or null, "prompt": "..." | "messages": [...] | "prompt_token_ids": [...]}, '
     "and optionally max_tokens, boundary"
 )
-_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -90,42 +86,17 @@ def read_rows(file: Path | str) -> Iterator[PromptRow | RowError]:
     path = Path(file)
     seen: dict[str, int] = {}
     num_rows = 0
-    for line, data in _lines(path):
-        if data is not None and not data.strip():
-            continue
+    for line, data in read_lines(path, "prompts file", max_line_bytes=MAX_LINE_BYTES):
         num_rows += 1
         yield _read_row(path, line, data, seen)
     if num_rows == 0:
         raise FileError(f"`{path}` holds no row", accepted="one JSON object on each line", hint=_SHAPE)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; None for one that is too long."""
-    try:
-        with path.open("rb") as stream:
-            number = 0
-            while chunk := stream.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                data: bytes | None = chunk
-                if len(chunk) > MAX_LINE_BYTES and not chunk.endswith(b"\n"):
-                    data = None
-                    while chunk and not chunk.endswith(b"\n"):
-                        chunk = stream.readline(MAX_LINE_BYTES)
-                if data is not None and number == 1:
-                    data = data.removeprefix(_BOM)
-                yield number, data
-    except OSError as error:
-        raise FileError(
-            f"The prompts file `{path}` cannot be read",
-            got=error.strerror or str(error),
-            accepted="a file of JSON lines",
-        ) from None
-
-
 def _read_row(path: Path, line: int, data: bytes | None, seen: dict[str, int]) -> PromptRow | RowError:
     found: dict[str, Any] = {}
     try:
-        found = _parse(path, line, data)
+        found = parse_line(data, max_line_bytes=MAX_LINE_BYTES)
         row = _row(found, line)
         if row.id in seen:
             raise RequestError("The id is taken", got=f"`{row.id}`, which line {seen[row.id]} has", accepted="one row")
@@ -138,18 +109,6 @@ def _read_row(path: Path, line: int, data: bytes | None, seen: dict[str, int]) -
             f"Line {line} of `{path}`: {error.what}", got=error.got, accepted=error.accepted, hint=error.hint
         )
         return RowError(known or f"line {line}", line, located.to_dict(), adapter if isinstance(adapter, str) else None)
-
-
-def _parse(path: Path, line: int, data: bytes | None) -> dict[str, Any]:
-    if data is None:
-        raise RequestError("the line is too long", accepted=f"{MAX_LINE_BYTES} bytes at most")
-    try:
-        return parse_json_object(data.strip(b"\r\n\t "), "the line")
-    except PreftError as error:
-        # The parser counts lines from the start of what it is given, which is one line.
-        got = None if error.got is None else error.got.replace("line 1, ", "")
-        what = error.what.replace("`the line`", "the line")
-        raise RequestError(what, got=got, accepted=error.accepted, hint=error.hint) from None
 
 
 def _row(found: Mapping[str, Any], line: int) -> PromptRow:

@@ -1,4 +1,4 @@
-"""A training file (JSON lines) to examples: what is used, what is cut, and what is refused, each counted by reason.
+"""Training data (JSON lines, or a data set) to examples: what is used, cut and refused, each counted by reason.
 
 The file is read as a stream, and examples are held as flat arrays of token ids, so that a file of gigabytes needs
 memory for its tokens only.
@@ -7,22 +7,24 @@ memory for its tokens only.
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
-from preft.adapters.jsonfile import parse_json_object
+from preft.data import jsonlines
 from preft.data.chat import ChatEncoder, require_conversation
 from preft.data.examples import Example, Limits, fit
+from preft.data.hub import dataset_rows, parse_dataset_name
 from preft.errors import FileError, PreftError, RequestError
 
-MAX_LINE_BYTES = 64 << 20
 SHOWN_LINES = 5
 SHAPES = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}'
 
-_BOM = b"\xef\xbb\xbf"
+_ROLES = {"human": "user", "gpt": "assistant"}
 _TOO_LONG = "the completion does not fit into `max_tokens`"
 
 
@@ -133,27 +135,35 @@ class DataReport:
 
 
 def load_examples(
-    path: Path | str, encoder: ChatEncoder, limits: Limits, *, turns: str = "each", max_bad_rows: float = 0.0
+    path: Path | str,
+    encoder: ChatEncoder,
+    limits: Limits,
+    *,
+    turns: str = "each",
+    max_bad_rows: float = 0.0,
+    columns: Mapping[str, str] | None = None,
 ) -> tuple[ExampleSet, DataReport]:
-    """Reads a training file.
+    """Reads training data.
 
     Args:
-        path: JSON lines in UTF-8, with or without a byte-order mark, lines ended by LF or CRLF.
+        path: JSON lines in UTF-8, with or without a byte-order mark, lines ended by LF or CRLF; or the name of a data
+            set (see `preft.data.hub`).
         encoder: Makes tokens of texts.
         limits: How long an example may be.
         turns: Which assistant turns of a conversation become examples; see `preft.config.train.TURNS`.
         max_bad_rows: Part of the rows that may be refused.
+        columns: Names that `messages`, `prompt` and `completion` have in the data, where they are others.
 
     Raises:
-        FileError: The file cannot be read, holds no usable row, or too many rows that are not.
+        FileError: The data cannot be read, holds no usable row, or too many rows that are not.
         UnsupportedError: It holds conversations, and the chat template cannot be trained with.
     """
     report = DataReport(str(path))
     found = ExampleSet()
-    for line, data in read_lines(Path(path), report):
+    for line, read in _rows(str(path), report):
         report.rows += 1
         try:
-            row = parse_line(data)
+            row = _renamed(read(), columns or {})
             schema = _schema(row)
             if report.schema is None and schema == "messages":
                 encoder.require_usable()
@@ -229,44 +239,46 @@ def parse_line(data: bytes | None) -> dict[str, Any]:
     """The object on a line that `read_lines` gave.
 
     Raises:
-        RequestError: It holds none, or is too long.
+        RequestError: It holds none, or is too long; all lines that hold none are counted as one reason.
     """
-    if data is None:
-        raise RequestError("the line is too long", accepted=f"{MAX_LINE_BYTES} bytes at most")
     try:
-        return parse_json_object(data, "the line")
-    except PreftError as error:
-        got = (error.got or error.what).replace("line 1, ", "")
+        return jsonlines.parse_line(data)
+    except RequestError as error:
+        if data is None:
+            raise
+        got = error.got or error.what
         raise RequestError("the line is not a JSON object", got=got[:120]) from None
 
 
 def read_lines(path: Path, report: DataReport) -> Iterator[tuple[int, bytes | None]]:
     """Numbered lines that are not blank; None for one that is too long. The file's digest goes into the report."""
     digest = hashlib.sha256()
-    try:
-        with path.open("rb") as stream:
-            number = 0
-            while chunk := stream.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                digest.update(chunk)
-                data: bytes | None = chunk
-                if len(chunk) > MAX_LINE_BYTES and not chunk.endswith(b"\n"):
-                    data = None
-                    while chunk and not chunk.endswith(b"\n"):
-                        chunk = stream.readline(MAX_LINE_BYTES)
-                        digest.update(chunk)
-                if data is not None:
-                    data = (data.removeprefix(_BOM) if number == 1 else data).strip()
-                if data != b"":
-                    yield number, data
-    except OSError as error:
-        raise FileError(
-            f"The training file `{path}` cannot be read",
-            got=error.strerror or str(error),
-            accepted="a file of JSON lines",
-            hint=SHAPES,
-        ) from None
+    yield from jsonlines.read_lines(path, "training file", on_bytes=digest.update, hint=SHAPES)
     report.sha256 = digest.hexdigest()
+
+
+def _rows(source: str, report: DataReport) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
+    """Numbered rows, each to be read where its errors are counted. The data's digest goes into the report."""
+    name = parse_dataset_name(source)
+    if name is None:
+        for number, data in read_lines(Path(source), report):
+            yield number, partial(parse_line, data)
+        return
+    digest = hashlib.sha256()
+    for number, row in enumerate(dataset_rows(name), start=1):
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        yield number, partial(dict, row)
+    report.sha256 = digest.hexdigest()
+
+
+def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """The row with its columns under our names, and turns of `from` and `value` as roles and contents."""
+    found = {**row, **{ours: row.get(theirs) for ours, theirs in columns.items()}}
+    turns = found.get("messages")
+    if isinstance(turns, list) and all(isinstance(turn, dict) and {"from", "value"} <= set(turn) for turn in turns):
+        named = [{"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+        return {**found, "messages": named}
+    return found
 
 
 def _require_good(report: DataReport, max_bad_rows: float) -> None:

@@ -199,7 +199,14 @@ def _read_data(recipe: SftRecipe, folder: Path) -> _Data:
         )
     limits = Limits(settings.max_tokens, cut_completions=settings.cut_completions)
     found = [
-        load_examples(path, encoder, limits, turns=settings.turns, max_bad_rows=settings.max_bad_rows)
+        load_examples(
+            path,
+            encoder,
+            limits,
+            turns=settings.turns,
+            max_bad_rows=settings.max_bad_rows,
+            columns=settings.column_names,
+        )
         for path in (settings.train, settings.eval)
         if path is not None
     ]

@@ -19,6 +19,7 @@ from preft.adapters.baseconfig import read_base_config
 from preft.config.progress import Progress
 from preft.config.schema import flat
 from preft.config.train import METHODS, ResolvedRecipe, SftRecipe
+from preft.data.hub import parse_dataset_name
 from preft.errors import FileError, UsageError
 from preft.models.locate import locate_model
 from preft.train.sft import SCORES_NAME, train_sft
@@ -252,7 +253,10 @@ def _setup(recipe: SftRecipe, settings: SweepSettings) -> dict[str, Any]:
     return json.loads(json.dumps(document))  # type: ignore[no-any-return]
 
 
-def _digest(path: str) -> str:
+def _digest(path: str) -> str | None:
+    """Of a file's bytes; a data set has none before it is read."""
+    if parse_dataset_name(path) is not None:
+        return None
     try:
         with Path(path).open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -13,7 +13,7 @@ from preft.data.chat import ChatEncoder
 from preft.data.encode import load_tokenizer
 from preft.data.examples import Limits
 from preft.data.training import DataReport, ExampleSet, load_examples
-from preft.errors import FileError, UnsupportedError
+from preft.errors import FileError, RequestError, UnsupportedError
 from tests.helpers.tokenizer import write_tiny_tokenizer
 
 GOOD = {"prompt": "one two", "completion": "three"}
@@ -117,3 +117,29 @@ def test_conversations_need_a_template(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path, chat_template=None)
     with pytest.raises(UnsupportedError, match="no chat template"):
         _load(tmp_path, ChatEncoder(load_tokenizer(tmp_path)), _lines(CHAT))
+
+
+def test_a_line_beyond_a_million_is_named_and_the_memory_stays_small(tmp_path: Path) -> None:
+    """The reader alone: a stream, whatever the size of the file."""
+    import tracemalloc
+
+    from preft.data.jsonlines import parse_line, read_lines
+
+    file = tmp_path / "long.jsonl"
+    line = json.dumps(GOOD).encode() + b"\n"
+    with file.open("wb") as stream:
+        for _ in range(100):
+            stream.write(line * 10_000)
+        stream.write(line * 2 + b"{broken\n")
+    assert file.stat().st_size > 40_000_000
+    tracemalloc.start()
+    last = None
+    for number, data in read_lines(file, "training file"):
+        last = number, data
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert last == (1_000_003, b"{broken")
+    assert peak < 2_000_000
+    with pytest.raises(RequestError, match="not valid JSON") as caught:
+        parse_line(last[1])
+    assert "column 2" in str(caught.value.got)

@@ -83,6 +83,7 @@ def test_a_setting_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
         ("data.max_bad_rows=2", ["a number from 0 to 1"]),
         ("targets=q_proj", ["`targets` is not valid", "a list of str values or null"]),
         ("layers=[-1]", ["`layers` is not valid"]),
+        ("data.columns=[question]", ["`data.columns` is not valid", "prompt=question"]),
         ("train.report_to=[paper]", ["`tensorboard`, `trackio`, `wandb`"]),
         ("train.gradient_checkpointing=1", ["true or false"]),
         ("rank=null", ["`rank` is not valid"]),
