@@ -52,6 +52,8 @@ class EngineSettings:
         patience_s: Seconds that a request waits for a slot before later ones are held back for it.
         lm_head: Whether adapters may have an `lm_head` site; costs memory for each slot on GPUs.
         allow_base_mismatch: Accept adapters made for other weights of the same architecture.
+        compiled: Compile the model's forward pass, which takes minutes at the first start and makes steps faster.
+        adapter_metrics: Adapters that a server's metrics count by name at most; 0 counts none by name.
         vllm: Any further vLLM engine arguments, by their Python names.
     """
 
@@ -66,10 +68,18 @@ class EngineSettings:
     patience_s: float = 1.0
     lm_head: bool = False
     allow_base_mismatch: bool = False
+    compiled: bool = False
+    adapter_metrics: int = 0
     vllm: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least, most in (("slots", 1, 4096), ("max_rank", 1, MAX_RANK), ("max_num_seqs", 1, 65536)):
+        limits = (
+            ("slots", 1, 4096),
+            ("max_rank", 1, MAX_RANK),
+            ("max_num_seqs", 1, 65536),
+            ("adapter_metrics", 0, 10_000),
+        )
+        for name, least, most in limits:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise UsageError(
@@ -86,13 +96,14 @@ class EngineSettings:
                 hint="remove them; see `preft serve --help`",
             )
 
-    def engine_arguments(self, model: str) -> dict[str, Any]:
+    def engine_arguments(self, model: str, *, server: bool = False) -> dict[str, Any]:
         """Arguments for vLLM's `EngineArgs`, by their Python names.
 
         Args:
             model: The checkpoint's folder.
         """
         # The backend's modules name vLLM at import, the settings must not.
+            server: Whether a front end in another process takes the scheduler's counts for its metrics.
         from preft.serve.backend import guard
         from preft.serve.backend.options import BackendOptions
 
@@ -106,6 +117,9 @@ class EngineSettings:
             allow_base_mismatch=self.allow_base_mismatch,
         )
         arguments: dict[str, Any] = {
+            server=server,
+            adapter_metrics=self.adapter_metrics,
+            compiled=self.compiled,
             "model": model,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,

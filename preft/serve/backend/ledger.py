@@ -164,6 +164,16 @@ class AdapterLedger:
         return LoadOrders(tuple(load), tuple(self._drop(self.resident_bytes + incoming - self.budget_bytes)))
 
     @property
+    def num_ready(self) -> int:
+        """How many adapters are in memory."""
+        return self._count(Residency.READY)
+
+    @property
+    def num_awaited(self) -> int:
+        """How many adapters requests wait for to be loaded."""
+        return self._count(Residency.QUEUED) + self._count(Residency.LOADING)
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of all ready adapters."""
         return sum(entry.num_bytes for entry in self.entries.values())

@@ -27,6 +27,9 @@ class BackendOptions:
         patience_s: Seconds that a request waits for a slot before later ones are held back for it.
         lm_head: Whether adapters may have an `lm_head` site.
         allow_base_mismatch: Accept adapters made for other weights of the same architecture.
+        server: Whether a front end in another process takes the scheduler's counts.
+        adapter_metrics: Adapters that metrics count by name at most; 0 counts none by name.
+        compiled: Whether the forward pass is compiled.
     """
 
     version: str
@@ -36,6 +39,9 @@ class BackendOptions:
     patience_s: float = 1.0
     lm_head: bool = False
     allow_base_mismatch: bool = False
+    server: bool = False
+    adapter_metrics: int = 0
+    compiled: bool = False
 
     def to_config(self) -> dict[str, Any]:
         """The value for vLLM's `additional_config`."""

@@ -20,6 +20,7 @@ from preft.serve.backend.reference import AdapterReference
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm.v1.metrics.stats import PrefillStats
 
 BOUNDARY_ARGUMENT = "preft_prompt_len"
 """Key of a request's boundary in `SamplingParams.extra_args` and in `vllm_xargs` over HTTP."""
@@ -30,17 +31,21 @@ class PreftRequest(Request):
 
     Attributes:
         reference: The adapter's identity.
+        adapter_name: What the client called it.
         boundary: First position that the adapter leaves alone, for prompt-only policies.
         spans: Adapted absolute positions.
         needed_until: One past the last adapted position.
         failure: Why the request cannot be served, or None.
+        num_cached: Prompt tokens that the prefix cache held when it was first scheduled; None before its first token.
     """
 
     reference: AdapterReference
+    adapter_name: str
     boundary: int
     spans: tuple[Span, ...]
     needed_until: int
     failure: str | None
+    num_cached: int | None
     _adapter: LoRARequest
     _refused_since: float | None
 
@@ -63,6 +68,13 @@ class PreftRequest(Request):
     def stamp(self) -> RequestStamp:
         """What the worker must know of it."""
         return RequestStamp(self._adapter.lora_int_id, self.reference.digest, self.spans)
+
+    def take_prefill_stats(self) -> PrefillStats | None:
+        """Hands out what vLLM measured of the prompt, and keeps what of it was cached."""
+        stats = super().take_prefill_stats()
+        if stats is not None:
+            self.num_cached = stats.num_cached_tokens
+        return stats
 
     def note_refusal(self) -> float:
         """Notes that a slot was refused and returns the seconds since that first happened."""
@@ -91,10 +103,12 @@ def adopt(request: Request, reference: AdapterReference, adapter: LoRARequest) -
     assert isinstance(request, PreftRequest)
     policy: Policy = reference.policy
     request.reference = reference
+    request.adapter_name = reference.digest
     request.boundary = boundary
     request.spans = policy.spans(boundary)
     request.needed_until = policy.adapted_until(boundary)
     request.failure = None
+    request.num_cached = None
     request._adapter = adapter
     request._refused_since = None
     return request

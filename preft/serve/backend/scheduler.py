@@ -23,6 +23,7 @@ from preft.errors import PreftError
 from preft.serve.backend import guard
 from preft.serve.backend.admission import Admission, Demand
 from preft.serve.backend.cache_key import build_block_hasher
+from preft.serve.backend.counters import SchedulerCounters
 from preft.serve.backend.ledger import AdapterLedger, Residency
 from preft.serve.backend.messages import StepReport
 from preft.serve.backend.options import BackendOptions
@@ -31,6 +32,7 @@ from preft.serve.backend.request import PreftRequest, adopt, requested_boundary
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -52,8 +54,10 @@ class PreftSchedulerMixin:
         guard.require_our_worker(self.vllm_config)  # type: ignore[attr-defined]
         self.preft_options = BackendOptions.from_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self.preft_ledger = AdapterLedger(self.preft_options.cache_bytes, self.preft_options.slots)
+        self.preft_counters = SchedulerCounters(with_names=self.preft_options.adapter_metrics > 0)
         self.preft_failures: dict[str, str] = {}
         self._preft_admission: Admission | None = None
+        self._preft_refused = 0
         self._preft_prompt_only_seen = False
         self._preft_hash = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)  # type: ignore[attr-defined]
 
@@ -77,6 +81,7 @@ class PreftSchedulerMixin:
                 return "streaming-input requests turn generated tokens into prompt; not served with this adapter"
             adapter_id = self.preft_ledger.id_of(reference.digest)
             adapted = adopt(request, reference, LoRARequest(reference.digest, adapter_id, stock.lora_path))
+            adapted.adapter_name = stock.lora_name
         except PreftError as error:
             request.lora_request = None
             return str(error)
@@ -102,6 +107,7 @@ class PreftSchedulerMixin:
             self._preft_running_demands(),
             reserve=self._preft_prompt_only_seen,
         )
+        self._preft_refused = 0
         self._preft_rest()
         if self._preft_admission.surplus():
             self._preft_preempt_surplus()
@@ -136,6 +142,7 @@ class PreftSchedulerMixin:
         if self._preft_admission.admit(demand, waited):
             return True
         request.note_refusal()
+        self._preft_refused += 1
         return False
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
@@ -143,13 +150,23 @@ class PreftSchedulerMixin:
         report = getattr(model_runner_output, "preft_report", None)
         if isinstance(report, StepReport):
             self.preft_ledger.apply(report)
+            self.preft_counters.add(report)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Lets go of the adapter when a request ends, however it ends."""
         if isinstance(request, PreftRequest):
             self.preft_ledger.release(request.reference.digest, request.request_id)
+            self.preft_counters.add_request(request.adapter_name, request.num_prompt_tokens, request.num_cached)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Makes the statistics of a step as vLLM does; a server's front end finds preft's counts in them."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None and self.preft_options.server:
+            used = len(self._preft_admission.holders) if self._preft_admission is not None else 0
+            stats.kv_connector_stats = self.preft_counters.take(self.preft_ledger, used, self._preft_refused)
+        return stats
 
     def _preft_fail(self, request: Request, reason: str) -> None:
         """Fails one request through vLLM's own list; its reason is kept for a front end in this process."""

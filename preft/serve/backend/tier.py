@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -18,10 +19,13 @@ from preft.errors import EngineError, PreftError
 from preft.serve.backend.messages import LoadOrders, StepReport
 from preft.serve.backend.packing import Packer
 from preft.serve.backend.push import HeldAdapters
+from preft.serve.backend.ranks import OneRank, Ranks
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.backend.sites import PackedAdapter
 
 logger = logging.getLogger(__name__)
+
+_KEPT_FAILURES = 1024
 
 
 class HostTier:
@@ -32,20 +36,31 @@ class HostTier:
         base: Fingerprint of the running model.
         allow_base_mismatch: Accept adapters made for other weights of the same architecture.
         held_bytes: Memory for adapters that the front end keeps here.
+        ranks: The workers that must all have an adapter before it is ready.
 
     Attributes:
         held: Those adapters.
+        failures: Digest to reason, for loads that failed lately; for the front end.
     """
 
     def __init__(
-        self, packer: Packer, base: BaseFingerprint, *, allow_base_mismatch: bool, held_bytes: int = sys.maxsize
+        self,
+        packer: Packer,
+        base: BaseFingerprint,
+        *,
+        allow_base_mismatch: bool,
+        held_bytes: int = sys.maxsize,
+        ranks: Ranks | None = None,
     ) -> None:
         self._packer = packer
         self._base = base
         self._allow_base_mismatch = allow_base_mismatch
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="preft-load")
         self._loads: dict[str, Future[PackedAdapter]] = {}
+        self._seconds: dict[str, float] = {}
+        self._ranks = ranks or OneRank()
         self._ready: dict[str, PackedAdapter] = {}
+        self.failures: dict[str, str] = {}
         self.held = HeldAdapters(self._pool, self._pack, held_bytes)
 
     def obey(self, orders: LoadOrders) -> None:
@@ -60,7 +75,7 @@ class HostTier:
         pending = self._loads.get(reference.digest)
         # A failure that is not reported yet may have been put right since.
         if pending is None or (pending.done() and pending.exception() is not None):
-            self._loads[reference.digest] = self._pool.submit(self._load, reference)
+            self._loads[reference.digest] = self._pool.submit(self._timed_load, reference)
 
     def prefetch(self, references: Sequence[AdapterReference]) -> dict[str, str]:
         """Loads adapters that are not here and waits for them.
@@ -88,25 +103,33 @@ class HostTier:
         return sum(packed.num_bytes for packed in self._ready.values())
 
     def take_report(self) -> StepReport:
-        """What finished since the last report."""
+        """What finished, on every rank, since the last report. Called once a step, at the same point on each rank."""
         report = StepReport(released=self.held.take_released())
-        for digest, load in [(digest, load) for digest, load in self._loads.items() if load.done()]:
-            del self._loads[digest]
-            self._settle(digest, load, report)
+        for digest, reason in self._ranks.agree({d: _outcome(load) for d, load in self._loads.items()}).items():
+            load = self._loads.pop(digest)
+            seconds = self._seconds.pop(digest, None)
+            if reason:
+                logger.warning("Adapter %s could not be loaded: %s", digest[:12], reason)
+                report.failed[digest] = reason
+                self._note_failure(digest, reason)
+            else:
+                self._ready[digest] = load.result()
+                report.loaded[digest] = self._ready[digest].num_bytes
+                report.load_seconds += [] if seconds is None else [seconds]
         return report
+
+    def _note_failure(self, digest: str, reason: str) -> None:
+        self.failures.pop(digest, None)
+        self.failures[digest] = reason
+        if len(self.failures) > _KEPT_FAILURES:
+            del self.failures[next(iter(self.failures))]
 
     def get(self, digest: str) -> PackedAdapter:
         """The numbers of an adapter that a step needs.
 
-        The scheduler admits a request only when rank 0 has reported its adapter ready; another rank may still be at
-        it, and waits here.
-
         Raises:
             EngineError: It was never loaded here; a scheduling fault that must not be served as base.
         """
-        if digest not in self._ready and digest in self._loads:
-            report = StepReport()
-            self._settle(digest, self._loads.pop(digest), report)
         packed = self._ready.get(digest) or self.held.get(digest)
         if packed is None:
             raise EngineError(f"Adapter {digest[:12]} is needed by a step but is not loaded on this worker")
@@ -136,15 +159,11 @@ class HostTier:
         self._ready[adapter.digest] = packed
         return packed
 
-    def _settle(self, digest: str, load: Future[PackedAdapter], report: StepReport) -> None:
-        error = load.exception()
-        if error is None:
-            self._ready[digest] = load.result()
-            report.loaded[digest] = self._ready[digest].num_bytes
-        else:
-            reason = _reason(error)
-            logger.warning("Adapter %s could not be loaded: %s", digest[:12], reason)
-            report.failed[digest] = reason
+    def _timed_load(self, reference: AdapterReference) -> PackedAdapter:
+        started = time.monotonic()
+        packed = self._load(reference)
+        self._seconds[reference.digest] = time.monotonic() - started
+        return packed
 
     def _load(self, reference: AdapterReference) -> PackedAdapter:
         held = self._ready.get(reference.digest) or self.held.get(reference.digest)
@@ -164,3 +183,11 @@ class HostTier:
 
 def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, PreftError) else f"{type(error).__name__}: {error}"
+
+
+def _outcome(load: Future[PackedAdapter]) -> str | None:
+    """How a load ended: the reason of a failure, empty for none, None while it is under way."""
+    if not load.done():
+        return None
+    error = load.exception()
+    return "" if error is None else _reason(error) or type(error).__name__

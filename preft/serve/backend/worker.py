@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -16,9 +17,11 @@ from preft.errors import EngineError, UnsupportedError
 from preft.serve.backend import compiled, guard
 from preft.serve.backend.canary import CanaryResult, run_canary
 from preft.serve.backend.manager import tensor_dtype
-from preft.serve.backend.messages import LoadOrders
+from preft.serve.backend.memory_plan import MemoryPlan, machine_memory, require_memory, slot_bytes, weight_bytes
+from preft.serve.backend.messages import LoadOrders, StepReport
 from preft.serve.backend.options import BackendOptions
 from preft.serve.backend.packing import Packer
+from preft.serve.backend.ranks import GroupOfRanks, OneRank, Ranks
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.backend.runner import PreftCPUModelRunner
 from preft.serve.backend.step_rows import NO_ROWS
@@ -72,8 +75,30 @@ class PreftCPUWorker(CPUWorker):
             fingerprint_base(folder),
             allow_base_mismatch=options.allow_base_mismatch,
             held_bytes=options.cache_bytes,
+            ranks=_ranks(),
         )
         runner.preft_tier = self.preft_tier
+        self._preft_report = StepReport()
+        self._preft_reported = (0, 0, 0)
+        self._preft_memory = self._preft_plan_memory()
+
+    def _preft_plan_memory(self) -> MemoryPlan:
+        """What this engine will take, refused where the machine has not that much.
+
+        Raises:
+            EngineError: It has not.
+        """
+        manager, parallel = self.model_runner.preft_manager, self.vllm_config.parallel_config
+        plan = MemoryPlan(
+            ranks=parallel.world_size,
+            weight_bytes=weight_bytes(self.model_runner.get_model()),
+            kv_cache_bytes=self.cache_config.kv_cache_memory_bytes or 0,
+            adapter_cache_bytes=self.preft_options.cache_bytes,
+            slots=self.preft_options.slots,
+            slot_bytes=slot_bytes(manager.modules.values(), self.preft_options.slots),
+        )
+        require_memory(plan, machine_memory())
+        return plan
 
     def compile_or_warm_up_model(self) -> Any:
         """Warms up as vLLM does, then runs the canary: no engine is ready that has not passed it."""
@@ -89,6 +114,8 @@ class PreftCPUWorker(CPUWorker):
         if not isinstance(orders, LoadOrders):
             raise EngineError("A step reached preft's worker without passing preft's scheduler")
         self.preft_tier.obey(orders)
+        # Here, where every rank passes once a step, since ranks exchange what they have loaded.
+        self._preft_report = self.preft_tier.take_report()
         return self._preft_with_report(super().execute_model(scheduler_output))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -98,7 +125,13 @@ class PreftCPUWorker(CPUWorker):
     def _preft_with_report(self, output: Any) -> Any:
         if not isinstance(output, ModelRunnerOutput):
             return output
-        report = self.preft_tier.take_report()
+        report, self._preft_report = self._preft_report, StepReport()
+        runner = self.model_runner
+        now = (runner.preft_num_steps, runner.preft_num_adapted_steps, runner.preft_num_adapted_tokens)
+        before, self._preft_reported = self._preft_reported, now
+        report.num_steps, report.num_adapted_steps, report.num_adapted_tokens = (
+            new - old for new, old in zip(now, before, strict=True)
+        )
         if not report:
             return output
         # vLLM shares one empty output object between steps.
@@ -131,6 +164,10 @@ class PreftCPUWorker(CPUWorker):
         """Keeps adapters whose folders are about to change; digest to reason for those that cannot be kept."""
         return self.preft_tier.hold([AdapterReference.decode(text) for text in references])
 
+    def preft_failure(self, digest: str) -> str | None:
+        """Why an adapter could not be loaded last, or None."""
+        return self.preft_tier.failures.get(digest)
+
     def preft_release(self, digests: list[str]) -> None:
         """Lets go of adapters that were pushed or held."""
         self.preft_tier.held.release(digests)
@@ -141,6 +178,7 @@ class PreftCPUWorker(CPUWorker):
         return {
             "pid": os.getpid(),
             "canary": asdict(self._preft_canary),
+            "memory": self._preft_memory.to_dict(),
             "steps": runner.preft_num_steps,
             "adapted_steps": runner.preft_num_adapted_steps,
             "adapted_tokens": runner.preft_num_adapted_tokens,
@@ -151,3 +189,8 @@ class PreftCPUWorker(CPUWorker):
             "adapter_products": runner.preft_state.num_products,
             "stamps": len(runner.preft_stamps),
         }
+
+
+def _ranks() -> Ranks:
+    group = get_tp_group()
+    return GroupOfRanks(group.cpu_group) if group.world_size > 1 else OneRank()
