@@ -29,34 +29,25 @@ from preft.serve.backend.tier import HostTier
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.worker_base import WorkerBase as _Worker
+else:
+    _Worker = object
 
 guard.require_worker_seams()
 
 
-class PreftCPUWorker(CPUWorker):
-    """The class to name in `worker_cls` on CPU machines.
+class PreftWorker(_Worker):
+    """What preft adds to a worker of vLLM, in front of the worker's class.
 
     Attributes:
         preft_options: Settings shared with the scheduler.
         preft_tier: Adapters of this worker.
     """
 
-    model_runner: PreftCPUModelRunner
-
-    def init_device(self) -> None:
-        """Builds vLLM's runner and makes it ours, after refusing what would be silently wrong."""
-        guard.require_our_scheduler(self.vllm_config)
-        guard.require_safe_config(self.vllm_config)
-        self.preft_options = BackendOptions.from_config(self.vllm_config.additional_config)
-        if self.preft_options.compiled:
-            compiled.restore_compilation(self.vllm_config)
-        super().init_device()
-        if self.use_v2_model_runner:
-            raise UnsupportedError(
-                "vLLM's second model runner is not supported on CPU yet", hint="set `VLLM_USE_V2_MODEL_RUNNER=0`"
-            )
-        self.model_runner.__class__ = PreftCPUModelRunner
-        self.model_runner.preft_init()
+    model_runner: Any
+    preft_options: BackendOptions
+    preft_tier: HostTier
+    _preft_canary: CanaryResult
 
     def load_model(self, **kwargs: Any) -> None:
         """Loads and wraps the model, then builds the host tier for it."""
@@ -100,14 +91,6 @@ class PreftCPUWorker(CPUWorker):
         require_memory(plan, machine_memory())
         return plan
 
-    def compile_or_warm_up_model(self) -> Any:
-        """Warms up as vLLM does, then runs the canary: no engine is ready that has not passed it."""
-        times = super().compile_or_warm_up_model()
-        if self.preft_options.compiled:
-            compiled.require_compiled(self.model_runner.get_model())
-        self._preft_canary = self.preft_canary()
-        return times
-
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Obeys the scheduler's load orders, then runs the step."""
         orders = getattr(scheduler_output, "preft_orders", None)
@@ -138,15 +121,6 @@ class PreftCPUWorker(CPUWorker):
         output = copy.copy(output)
         output.preft_report = report
         return output
-
-    def preft_canary(self) -> CanaryResult:
-        """Runs the canary on this worker. Raises `EngineError` if it fails."""
-        return run_canary(self.model_runner, tensor_dtype(self.vllm_config))
-
-    def execute_dummy_batch(self) -> Any:
-        """Runs vLLM's dummy batch, which keeps ranks in step, under no adapter."""
-        self.model_runner.preft_set_rows(NO_ROWS)
-        return super().execute_dummy_batch()
 
     def preft_prefetch(self, references: list[str]) -> dict[str, str]:
         """Brings adapters into the host tier ahead of any request; digest to reason for those that fail."""
@@ -189,6 +163,44 @@ class PreftCPUWorker(CPUWorker):
             "adapter_products": runner.preft_state.num_products,
             "stamps": len(runner.preft_stamps),
         }
+
+
+class PreftCPUWorker(PreftWorker, CPUWorker):
+    """The class to name in `worker_cls` on CPU machines."""
+
+    model_runner: PreftCPUModelRunner
+
+    def init_device(self) -> None:
+        """Builds vLLM's runner and makes it ours, after refusing what would be silently wrong."""
+        guard.require_our_scheduler(self.vllm_config)
+        guard.require_safe_config(self.vllm_config)
+        self.preft_options = BackendOptions.from_config(self.vllm_config.additional_config)
+        if self.preft_options.compiled:
+            compiled.restore_compilation(self.vllm_config)
+        super().init_device()
+        if self.use_v2_model_runner:
+            raise UnsupportedError(
+                "vLLM's second model runner is not supported on CPU yet", hint="set `VLLM_USE_V2_MODEL_RUNNER=0`"
+            )
+        self.model_runner.__class__ = PreftCPUModelRunner
+        self.model_runner.preft_init()
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warms up as vLLM does, then runs the canary: no engine is ready that has not passed it."""
+        times = super().compile_or_warm_up_model()
+        if self.preft_options.compiled:
+            compiled.require_compiled(self.model_runner.get_model())
+        self._preft_canary = self.preft_canary()
+        return times
+
+    def preft_canary(self) -> CanaryResult:
+        """Runs the canary on this worker. Raises `EngineError` if it fails."""
+        return run_canary(self.model_runner, tensor_dtype(self.vllm_config))
+
+    def execute_dummy_batch(self) -> Any:
+        """Runs vLLM's dummy batch, which keeps ranks in step, under no adapter."""
+        self.model_runner.preft_set_rows(NO_ROWS)
+        return super().execute_dummy_batch()
 
 
 def _ranks() -> Ranks:
