@@ -10,6 +10,7 @@ from typing import Any
 
 from preft.errors import UsageError
 from preft.models.locate import locate_model
+from preft.serve.backend.memory_plan import describe_plan
 from preft.serve.http.launch import ServeOptions, collect_adapters, plan_launch
 from preft.serve.http.passthrough import require_passable
 from preft.serve.http.process import Ready, ServerProcess
@@ -76,6 +77,7 @@ def _announce(ready: Ready, names: tuple[str, ...], session: Session) -> None:
     session.note(f"{_count(len(available), 'adapter')} available" + (f": {shown}" if available else ""))
     for entry in broken:
         session.warn(f"adapter `{entry['name']}` is not available: {_reason(entry['error'])}")
+    session.note(f"memory: {describe_plan(ready.health['memory'])}")
 
 
 def _reason(error: Mapping[str, Any]) -> str:

@@ -72,6 +72,12 @@ def serve(
     access_log: Annotated[
         Path | None, typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request.")
     ] = None,
+    adapter_metrics: Annotated[
+        bool, typer.Option("--adapter-metrics", help="Count requests and cached tokens by adapter name in `/metrics`.")
+    ] = False,
+    adapter_metrics_limit: Annotated[
+        int, typer.Option("--adapter-metrics-limit", min=1, help="Names counted so at most; the rest are `other`.")
+    ] = 100,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
@@ -100,6 +106,7 @@ def serve(
         lm_head=lm_head,
         allow_base_mismatch=allow_base_mismatch,
         compiled=compiled,
+        adapter_metrics=adapter_metrics_limit if adapter_metrics else 0,
     )
     options = ServeOptions(
         host=host,

@@ -23,6 +23,7 @@ from preft.errors import EngineError
 from preft.positions import Policy
 from preft.serve.backend import guard
 from preft.serve.backend.options import BackendOptions
+from preft.serve.backend.stat_logger import install_stat_logger
 from preft.serve.http.admin import add_adapter, put_adapter, remove_adapter
 from preft.serve.http.checks import install_checks
 from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware, NoteMiddleware
@@ -57,6 +58,7 @@ class FrontEnd:
         operations: What may be done to them.
         redact: Takes server paths out of errors.
         canaries: Each worker's canary result, taken when it started.
+        memory: What the engine's first worker takes of the machine's memory, by purpose.
         max_model_len: Longest prompt plus output.
         created: When the server started, in seconds since the epoch.
     """
@@ -68,6 +70,7 @@ class FrontEnd:
     operations: Operations
     redact: Redactor
     canaries: list[Mapping[str, Any]]
+    memory: Mapping[str, int]
     max_model_len: int
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -118,7 +121,8 @@ class PreftEndpoints:
         plan: ServePlan = state.preft_plan
         options = BackendOptions.from_config(engine_client.vllm_config.additional_config)
         _require_arguments(args, plan)
-        canaries = require_canaries(await engine_client.collective_rpc("preft_status"))
+        workers = await engine_client.collective_rpc("preft_status")
+        canaries, memory = require_canaries(workers), workers[0]["memory"]
         models: Any = state.openai_serving_models
         if models.lora_requests:
             raise EngineError("vLLM holds LoRA adapters that preft did not register")
@@ -135,6 +139,7 @@ class PreftEndpoints:
         install_checks(engine_client.input_processor, state.online_renderer, find_policy)
         operations = Operations(registry, engine_client, state.preft_notes, root)
         observe_outputs(engine_client, operations, redact)
+        install_stat_logger(engine_client, options, memory["slot_bytes"])
         state.preft = FrontEnd(
             plan,
             options,
@@ -143,6 +148,7 @@ class PreftEndpoints:
             operations,
             redact,
             canaries,
+            memory,
             engine_client.model_config.max_model_len,
         )
         if plan.watch and root is not None:
@@ -235,6 +241,7 @@ async def show_health(request: Request) -> JSONResponse:
         "instance": front.plan.instance,
         "version": __version__,
         "canary": front.canaries,
+        "memory": front.memory,
     }
     return JSONResponse(body, status_code=HTTPStatus.OK if front.is_alive else HTTPStatus.SERVICE_UNAVAILABLE)
 

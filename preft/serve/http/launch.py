@@ -302,7 +302,7 @@ def _writable(path: Path) -> str:
 
 def _engine_flags(folder: Path, settings: EngineSettings, passthrough: Sequence[str]) -> list[str]:
     given = option_names(passthrough) & OVERRIDABLE
-    arguments: dict[str, Any] = replace(settings, vllm={}).engine_arguments(str(folder.absolute()))
+    arguments: dict[str, Any] = replace(settings, vllm={}).engine_arguments(str(folder.absolute()), server=True)
     return to_flags({key: value for key, value in arguments.items() if key.replace("_", "-") not in given})
 
 
