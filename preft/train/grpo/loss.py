@@ -106,8 +106,9 @@ def token_terms(
 ) -> TokenTerms:
     """The clipped loss of each token.
 
-    Semantics: `-min(r A, clip(r, 1 - low, 1 + high) A) * importance + beta (exp(q - p) - (q - p) - 1)` with
-    `r = exp(p - old)`, `p` the policy's log-probability and `q` the reference's.
+    Semantics: `-min(r A, clip(r, 1 - low, 1 + high) A) * importance + beta r (exp(q - p) - (q - p) - 1)`
+    with `r = exp(p - old)`, `p` the policy's log-probability and `q` the reference's. The factor `r` of the divergence
+    makes its gradient that of the reverse divergence, as TRL has it by default.
 
     Args:
         logprobs: [B, T] of the policy, with its graph.
@@ -124,7 +125,7 @@ def token_terms(
         loss = loss * importance
     kl = None
     if reference is not None:
-        kl = torch.exp(reference - logprobs) - (reference - logprobs) - 1
+        kl = (torch.exp(reference - logprobs) - (reference - logprobs) - 1) * ratio
         loss = loss + clipping.beta * kl
     is_clipped = ((ratio < 1 - clipping.low) & (gain < 0)) | ((ratio > 1 + clipping.high) & (gain > 0))
     return TokenTerms(loss, kl, is_clipped)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from preft.adapters.adapter import Adapter
 from preft.data.requests import GenerationRequest, GenerationResult
-from preft.errors import EngineError
+from preft.errors import EngineError, PreftError
 from preft.train.grpo.prompts import Prompt
 
 POLICY_NAME = "policy"
@@ -115,7 +115,16 @@ class Sampler:
     def _complete(
         self, prompts: Sequence[Prompt], requests: Sequence[GenerationRequest], digest: str | None
     ) -> list[Completion]:
-        results = self._engine.generate(requests)
+        try:
+            results = self._engine.generate(requests)
+        except PreftError:
+            raise
+        except Exception as error:  # whatever an engine makes of weights that it cannot sample from
+            raise EngineError(
+                "The engine failed to sample",
+                got=f"{type(error).__name__}: {error}"[:200],
+                hint="if it happens after some steps, the policy may have left the numbers: lower the learning rate",
+            ) from error
         return [_completion(prompt, result, digest) for prompt, result in zip(prompts, results, strict=True)]
 
 
