@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,89 +16,12 @@ import pytest
 
 from preft.adapters.adapter import Adapter
 from preft.data.requests import GenerationResult
-from tests.helpers.engines import BLOCK, CHUNK, Oracle, prompt_of, request_of, save_all
+from tests.helpers.engines import Oracle, prompt_of, request_of, save_all
 from tests.helpers.oracle import oracle_prompt_logprobs
+from tests.helpers.serving import ANSWER_S, KEY, STOP_S, TOKENS, Server, running_server
 from tests.helpers.tiny import random_adapter
 
 pytestmark = pytest.mark.engine
-
-KEY = "sesame-open"
-START_S, ANSWER_S, STOP_S = 240, 60, 30
-TOKENS = 12
-
-
-@dataclass
-class Server:
-    """A running `preft serve`.
-
-    Attributes:
-        process: The command, not vLLM's server under it.
-        port: Where it listens.
-        log: File with what it has said.
-    """
-
-    process: subprocess.Popen[bytes]
-    port: int
-    log: Path
-
-    def ask(self, method: str, path: str, body: object = None, key: str | None = KEY) -> tuple[int, Any]:
-        """Status and body; the body is parsed where it is JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        with contextlib.closing(connection):
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            text = answer.read().decode()
-        with contextlib.suppress(ValueError):
-            return answer.status, json.loads(text)
-        return answer.status, text
-
-    def complete(self, model: str, prompt: Sequence[int] | str, **fields: object) -> tuple[int, Any]:
-        body = {
-            "model": model,
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **fields,
-        }
-        return self.ask("POST", "/v1/completions", body)
-
-    def stop(self) -> int:
-        """Asks it to end and returns its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=STOP_S)
-
-
-@contextlib.contextmanager
-def running_server(model: Path, root: Path, folder: Path) -> Iterator[Server]:
-    """Starts `preft serve` on a free port and waits until it says that it is ready."""
-    (folder / "key").write_text(KEY)
-    log = folder / "stderr"
-    command = [sys.executable, "-m", "preft_cli", "serve", str(model), "--adapters", str(root)]
-    command += ["--port", "0", "--api-key-file", str(folder / "key"), "--dtype", "float32", "--slots", "2"]
-    command += ["--max-model-len", "400", "--kv-cache-gib", "0.25", "--served-model-name", "base"]
-    command += ["--served-model-name", "alias", "--", "--block-size", str(BLOCK)]
-    command += ["--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK)]
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_LOGGING_LEVEL"}
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment)
-    server = Server(process, 0, log)
-    try:
-        deadline = time.monotonic() + START_S
-        while "available" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        server.port = int(log.read_text().partition("http://127.0.0.1:")[2].partition("/")[0])
-        yield server
-    finally:
-        try:
-            server.stop()
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +158,8 @@ def test_several_answers_to_one_prompt(server: Server) -> None:
         ({"vllm_xargs": {"preft_prompt_len": "3"}}, 400, "got: '3' for a prompt of 5 tokens"),
         ({"vllm_xargs": {"preft_prompt_len": 2.5}}, 400, "got: 2.5 for a prompt of 5 tokens"),
         ({"vllm_xargs": {"preft_prompt_len": None}}, 400, "preft_prompt_len"),
+        ({"vllm_xargs": {"preft_prompt_len": True}}, 400, "got: True for a prompt of 5 tokens"),
+        ({"vllm_xargs": {"preft_prompt_len": False}}, 400, "got: False for a prompt of 5 tokens"),
         ({"vllm_xargs": {"preft_promt_len": 3}}, 400, "`preft_promt_len` is not known"),
         ({"vllm_xargs": {"PREFT-prompt-len": 3}}, 400, "`PREFT-prompt-len` is not known"),
         ({"preft_prompt_len": 3}, 400, "The field `preft_prompt_len` is not known"),
@@ -441,7 +362,11 @@ def test_an_adapter_that_vanishes_fails_alone(server: Server, root: Path) -> Non
     status, answer = server.complete("late", [5, 6, 7])
     assert status == 500
     assert answer["error"]["type"] == "InternalServerError"
-    assert "InternalServerError" in server.complete("late", [5, 6, 7], stream=True)[1]
+    assert answer["error"]["message"].startswith("The adapter `late` could not be loaded: ")
+    assert "preft.safetensors" in answer["error"]["message"]
+    streamed = server.complete("late", [5, 6, 7], stream=True)[1]
+    assert "The adapter `late` could not be loaded: " in streamed
+    assert str(root) not in f"{answer} {streamed}"
     aside.rename(file)
     assert server.complete("late", [5, 6, 7])[0] == 200
     assert server.complete("lorap", [5, 6, 7])[1]["choices"] == before[1]["choices"]
