@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from preft_cli.console import Session
-from preft_cli.options import AdapterFolder, AllowBaseMismatch, Json, Quiet, Verbose, command_app, examples
+from preft_cli.options import AdapterFolder, AllowBaseMismatch, Force, Json, Quiet, Verbose, command_app, examples
 
 if TYPE_CHECKING:
     from preft.checks.check import EngineFactory
@@ -25,6 +25,7 @@ ENGINES = ("auto", "vllm", "none")
         "preft check my-lorap --base smollm2",
         "preft check my-lorap --base smollm2 --engine none --json",
         'preft check my-lorap --base smollm2 --prompt "The capital of France is"',
+        "preft check my-lorap --base smollm2 --eval rows.jsonl --report rows.html",
     ),
 )
 def check(
@@ -39,35 +40,61 @@ def check(
             "--engine", help="Engine to compare with Hugging Face: `vllm`, `none`, or `auto`: vllm where installed."
         ),
     ] = "auto",
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            "--eval", metavar="FILE", help="Compare with the base on these rows, as for `preft train`: JSON lines."
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows at most. Default: all.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Tokens of an answer to a row. Default: 128.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="An HTML page with every row's two answers.")
+    ] = None,
     allow_base_mismatch: AllowBaseMismatch = False,
+    force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Prove that an adapter is on: how far each site moves, the gap in logits to the base, and engine parity.
 
-    Everything is measured in float32. Exit status 1 if the adapter moves nothing, if decode does not run on base
-    weights, or if the engine answers otherwise than Hugging Face.
+    With --eval, also whether it is better than the base on your own rows: the loss of the expected answers, how many
+    answers are exactly those, and what both write. Everything is measured in float32. Exit status 1 if the adapter
+    moves nothing, if decode does not run on base weights, if the engine answers otherwise than Hugging Face, or if a
+    row failed.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.checks.check import check_adapter
     from preft_cli.engines import require_choice
+    from preft_cli.own_rows import ANSWER_TOKENS, RowsRun, require_row_flags, save_page, show_rows
 
     require_choice("--engine", engine, ENGINES)
-    with session.diverted():
+    require_row_flags(rows, limit=limit, max_tokens=max_tokens, report=report, force=force)
+    factory = _factory(engine, session, allow_base_mismatch=allow_base_mismatch)
+    with session.diverted(), RowsRun(rows, factory, limit=limit, max_tokens=max_tokens or ANSWER_TOKENS) as run:
         found = check_adapter(
             Path(adapter),
             base,
-            engine_factory=_factory(engine, session, allow_base_mismatch=allow_base_mismatch),
+            engine_factory=run.factory,
             prompts=prompt or None,
             allow_base_mismatch=allow_base_mismatch,
             progress=session.progress(),
         )
+        compared = run.compare(
+            Path(adapter), base, allow_base_mismatch=allow_base_mismatch, progress=session.progress()
+        )
     if as_json:
-        session.emit(found.to_dict())
+        session.emit({**found.to_dict(), "eval": None if compared is None else compared.to_dict()})
     else:
         _show(session, found)
-    if not found.passed:
+        if compared is not None:
+            show_rows(session, compared)
+    if compared is not None and report is not None:
+        session.note(f"wrote {save_page(compared, adapter, base, report)}")
+    if not found.passed or (compared is not None and compared.failed):
         raise typer.Exit(1)
 
 

@@ -216,7 +216,7 @@ def _solves(doc: dict[str, Any]) -> bool:
     block = f"Here it is:\n```python\n{doc['prompt']}{solution}```\nand so on."
     return (
         humaneval.score(doc, [[solution]]) == {"pass@1": 1.0}
-        and humaneval.score_instruct(doc, [[block]]) == {"pass@1": 1.0}
+        and humaneval.score(doc, [[block]]) == {"pass@1": 1.0}
         and humaneval.score(doc, [["    return None\n"]]) == {"pass@1": 0.0}
     )
 
@@ -228,7 +228,7 @@ def test_solutions_pass_and_others_do_not(problems: list[dict[str, Any]]) -> Non
         [problems[0]["canonical_solution"], "    while True: import os; os.fork()\n", "    raise SystemExit(0)\n"]
     ]
     assert humaneval.score(problems[0], bodies)["pass@1"] == pytest.approx(1 / 3)
-    assert humaneval.score_instruct(problems[0], [["I cannot."]]) == {"pass@1": 0.0}
+    assert humaneval.score(problems[0], [["I cannot."]]) == {"pass@1": 0.0}
 
 
 @pytest.mark.full
