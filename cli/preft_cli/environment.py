@@ -11,6 +11,7 @@ from collections.abc import Mapping
 VARIABLES = {
     "PREFT_ADMIN_KEY": "key for changes of adapters on a running `preft serve`; see `--admin-key-file`",
     "PREFT_CACHE": "folder for fetched models; default `preft` under the user's cache directory",
+    "PREFT_EXPERIMENTAL_GPU": "1 lets an engine start on vLLM's GPU builds, whose worker is not verified on any GPU",
     "PREFT_TRACEBACK": "1 prints the traceback of an internal error instead of writing it to a file",
 }
 """Every PREFT_* variable that any part of `preft` reads, with its meaning."""

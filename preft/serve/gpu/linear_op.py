@@ -3,7 +3,7 @@
 vLLM launches over (all rows) x (all slots + 1), whatever the step holds: millions of thread blocks a layer that look at
 their number and leave, once there are many slots. Both factors are known on the host: the rows of the longest group
 and the number of groups. Handing the launcher a shorter view of the rows gives the same sums by the same blocks, and
-no other; rows are addressed through the sorted table, beyond the view's end too.
+none that is idle; rows are addressed through the sorted table, beyond the view's end too.
 
 A captured graph keeps the grid that it was captured with, so while one is captured the grid stays vLLM's.
 """
@@ -16,18 +16,27 @@ from typing import Any
 
 import torch
 
+SAME_SHAPE_FROM = 128
+"""vLLM splits the input of a product into more parts for batches of fewer rows than this. A view that is not cut below
+it gets the launch shape of the whole batch, and so the same sums in the same order."""
+
 
 @dataclass(frozen=True)
 class Grid:
     """The grid of a step.
 
     Attributes:
-        rows: Of the longest group; at least 1.
+        rows: To launch over: those of the longest group, or more.
         groups: Entries of the slot table in use, base rows included.
     """
 
     rows: int
     groups: int
+
+    @classmethod
+    def fit(cls, longest: int, groups: int) -> Grid:
+        """The smallest grid for groups of at most `longest` rows."""
+        return cls(max(longest, SAME_SHAPE_FROM), groups)
 
 
 def tight_shrink(

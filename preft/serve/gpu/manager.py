@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 
 from preft.errors import EngineError, UnsupportedError
@@ -151,8 +150,3 @@ def fill_linear(module: Any, slot: int, site: PackedSite | None) -> None:
         rank = down.shape[0]
         module.lora_a_stacked[place][slot, 0, :rank].copy_(down, non_blocking=True)
         module.lora_b_stacked[place][slot, 0, :, :rank].copy_(part.up_t.t(), non_blocking=True)
-
-
-def canary_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """Type of the canary's numbers."""
-    return tensor_dtype(vllm_config)

@@ -50,8 +50,7 @@ class PreftPunicaGPU(punica_gpu.PunicaWrapperGPU):
         self._tables.upload(step.plan, step.num_tokens, launch=launch)
         self.calls.launch = launch
         groups = step.plan.num_slots + (step.plan.num_rows < step.num_tokens)
-        longest = max(step.plan.longest, 1)
-        self.calls.grid = Grid(longest, groups) if step.plan.num_rows else None
+        self.calls.grid = Grid.fit(step.plan.longest, groups) if step.plan.num_rows else None
 
     def update_metadata(self, *_args: Any, **_kwargs: Any) -> None:
         """Refuses vLLM's own mapping, which is by request."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from preft.serve.backend.sites import StepState
     from preft.serve.backend.tier import HostTier
 
 require_gpu_seams()
@@ -43,11 +44,13 @@ class _Adapters:
     Attributes:
         preft_tier: Adapters of this worker; set by the worker after the model is loaded.
         preft_steps: Decides steps.
+        preft_forced: What dummy passes work on while the canary runs; None otherwise.
     """
 
     lora_config: Any
     preft_tier: HostTier
     preft_steps: StepDecider
+    preft_forced: Step | None = None
 
     def preft_init(self) -> None:
         """Sets what the runner adds; called once, when it has been built."""
@@ -55,6 +58,31 @@ class _Adapters:
 
     def _preft_fill(self, digest: str, slot: int) -> None:
         self.preft_manager.fill_slot(self.preft_tier.get(digest), slot)
+
+    @property
+    def preft_stamps(self) -> dict[str, RequestStamp]:
+        """Request id to what the scheduler said of it."""
+        return self.preft_steps.stamps
+
+    @property
+    def preft_num_steps(self) -> int:
+        """Steps since the start."""
+        return self.preft_steps.num_steps
+
+    @property
+    def preft_num_adapted_steps(self) -> int:
+        """Those with an adapted row."""
+        return self.preft_steps.num_adapted_steps
+
+    @property
+    def preft_num_adapted_tokens(self) -> int:
+        """Adapted rows of all steps."""
+        return self.preft_steps.num_adapted_tokens
+
+    @property
+    def preft_state(self) -> StepState:
+        """Of the CPU backend; here it stays as it was made."""
+        return self.preft_manager.state
 
     @property
     def preft_manager(self) -> PreftGPUModelManager:
@@ -90,8 +118,11 @@ class _Adapters:
     ) -> Iterator[None]:
         """Sets a pass without adapted rows. A graph captured in it holds adapter kernels iff it is for adapters."""
         if lora_config is not None:
-            step = Step(num_tokens=int(np.sum(num_scheduled_tokens)))
-            self.preft_manager.set_step(step, launch=num_active_loras > 0)
+            if self.preft_forced is not None:
+                self.preft_manager.set_step(self.preft_forced)
+            else:
+                step = Step(num_tokens=int(np.sum(num_scheduled_tokens)))
+                self.preft_manager.set_step(step, launch=num_active_loras > 0)
         yield
 
     def _set_active_loras(self, *_args: Any, **_kwargs: Any) -> None:

@@ -123,7 +123,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("installed", "served"), [("0.32.0", False), ("0.32.0+cpu", True)])
-def test_gpu_builds_are_refused_until_their_worker_exists(
+def test_gpu_builds_are_refused_unless_asked_for(
     installed: str, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
@@ -133,8 +133,18 @@ def test_gpu_builds_are_refused_until_their_worker_exists(
 
     monkeypatch.setattr(importlib.metadata, "version", version)
 
-    if served:
-        guard.require_cpu_build()
-        return
-    with pytest.raises(UnsupportedError, match="does not run on GPUs yet"):
-        guard.require_cpu_build()
+    for value in (None, "0", "true"):
+        if value is not None:
+            monkeypatch.setenv(guard.EXPERIMENTAL_GPU, value)
+        if served:
+            guard.require_cpu_build()
+            assert guard.worker_class() == guard.CPU_WORKER_CLASS
+            continue
+        with pytest.raises(UnsupportedError, match="not verified on GPUs"):
+            guard.require_cpu_build()
+        with pytest.raises(UnsupportedError, match="not verified on any GPU"):
+            guard.require_experimental_gpu()
+    monkeypatch.setenv(guard.EXPERIMENTAL_GPU, "1")
+    guard.require_cpu_build()
+    guard.require_experimental_gpu()
+    assert guard.worker_class() == (guard.CPU_WORKER_CLASS if served else guard.GPU_WORKER_CLASS)

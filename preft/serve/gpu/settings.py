@@ -1,0 +1,46 @@
+"""What differs on GPUs in how an engine is set up."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from preft.errors import UsageError
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM allocates its stacks for; a smaller adapter is padded."""
+
+CODE_KEY = "preft_code"
+
+
+def gpu_arguments(slots: int, max_rank: int) -> dict[str, Any]:
+    """VLLM arguments that replace the CPU's.
+
+    Args:
+        slots: Adapters that one step may hold: device memory for each.
+        max_rank: Largest rank accepted.
+
+    Raises:
+        UsageError: vLLM has no stacks of this rank.
+    """
+    rank = next((rank for rank in LORA_RANKS if rank >= max_rank), None)
+    if rank is None:
+        raise UsageError("vLLM has no LoRA stacks of this rank", got=str(max_rank), accepted=f"up to {LORA_RANKS[-1]}")
+    return {"max_loras": slots, "max_lora_rank": rank, "max_cpu_loras": slots, "enforce_eager": False}
+
+
+def code_hash() -> str:
+    """Digest of the code that compiled models have calls into.
+
+    vLLM keys compiled code by its settings, `additional_config` among them, and not by worker classes. With this in
+    it, code compiled without our operations, or for others, is never loaded.
+    """
+    import preft
+    import preft_kernels
+
+    digest = hashlib.sha256()
+    roots = (Path(preft.__file__).parent / "serve", Path(preft_kernels.__file__).parent)
+    for path in sorted(path for root in roots for path in root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
