@@ -33,6 +33,7 @@ class Job:
     slots: int
     max_model_len: int | None
     allow_base_mismatch: bool
+    compiled: bool
     max_tokens: int
     temperature: float
     seed: int | None
@@ -116,6 +117,8 @@ def _answers(
 
 def _open(job: Job, folder: Path, adapters: Mapping[str, Path], *, loud: bool) -> OpenEngine:
     if job.engine == "hf":
+        if job.compiled:
+            raise UsageError("`--compile` is for the vLLM engine", got="`--engine hf`", hint="leave one of them out")
         from preft.serve.hf_engine import HFEngine
 
         return HFEngine(
@@ -133,6 +136,7 @@ def _open(job: Job, folder: Path, adapters: Mapping[str, Path], *, loud: bool) -
         dtype=job.dtype,
         max_model_len=job.max_model_len,
         allow_base_mismatch=job.allow_base_mismatch,
+        compiled=job.compiled,
     )
 
 

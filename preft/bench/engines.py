@@ -126,9 +126,9 @@ def open_arm(job: ArmJob) -> StockStepper | PreftStepper:
         max_num_seqs=job.max_num_seqs,
         kv_cache_gib=job.kv_cache_gib,
         adapter_cache_gib=job.adapter_cache_gib,
+        compiled=job.mode != "eager",
         vllm={
             "skip_tokenizer_init": True,
-            **({"enforce_eager": True} if job.mode == "eager" else {}),
             **({"tensor_parallel_size": job.tp} if job.tp > 1 else {}),
         },
     )

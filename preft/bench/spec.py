@@ -54,7 +54,7 @@ class BenchSpec:
         input_len: Prompt tokens a request.
         output_len: Output tokens a request; end-of-sequence is ignored.
         requests: Requests a run, all submitted at its start, or None for 64, and one an adapter where those are more.
-        mode: `eager`, or `default`: whatever the engine would choose.
+        mode: `eager`, or `default`: compiled, as stock vLLM does by default; stock vLLM with LoRA on CPU stays eager.
         repeats: Processes an arm and point.
         warm_runs: Runs of a process after its cold one.
         popularity: How requests choose adapters.

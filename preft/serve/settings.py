@@ -88,6 +88,8 @@ class EngineSettings:
         for name in ("kv_cache_gib", "adapter_cache_gib"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"The engine setting `{name}` is not valid", got=repr(getattr(self, name)))
+        if self.compiled and self.vllm.get("enforce_eager"):
+            raise UsageError("The engine is set to compile and to run eager", got="`compiled` and `enforce_eager`")
         taken = sorted(OURS & {key.replace("-", "_") for key in self.vllm})
         if taken:
             raise UsageError(
@@ -131,7 +133,7 @@ class EngineSettings:
             # On CPU the adapters' numbers live in packed form; vLLM's padded stacks are allocated but never used.
             "max_lora_rank": 1,
             "max_cpu_loras": self.slots,
-            "enforce_eager": True,
+            "enforce_eager": not self.compiled,
             "scheduler_cls": guard.SCHEDULER_CLASS,
             "worker_cls": guard.CPU_WORKER_CLASS,
             "additional_config": options.to_config(),

@@ -37,7 +37,7 @@ _Requests = Annotated[
     int | None, typer.Option("--requests", help="Requests a run, submitted at once. Default: 64, or as adapters.")
 ]
 _MaxNumSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Requests that run at once. Default: all.")]
-_Mode = Annotated[str, typer.Option("--mode", help="eager, or default: what the engine chooses.")]
+_Mode = Annotated[str, typer.Option("--mode", help="eager, or default: compiled where it can be.")]
 _Repeats = Annotated[int, typer.Option("--repeats", help="Processes an arm and point.")]
 _WarmRuns = Annotated[int, typer.Option("--warm-runs", help="Runs of a process after its cold one.")]
 _Popularity = Annotated[

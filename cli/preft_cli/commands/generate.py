@@ -42,6 +42,9 @@ def generate(
         int | None, typer.Option("--max-model-len", min=1, help="Longest prompt plus output; default: the model's.")
     ] = None,
     allow_base_mismatch: AllowBaseMismatch = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the model: a slow first start, then faster steps. vLLM on CPU.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -63,6 +66,7 @@ def generate(
         slots=slots,
         max_model_len=max_model_len,
         allow_base_mismatch=allow_base_mismatch,
+        compiled=compiled,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

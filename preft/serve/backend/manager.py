@@ -15,6 +15,7 @@ from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY, LRUCacheLoRAMo
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from preft.errors import UnsupportedError
+from preft.serve.backend import compiled
 from preft.serve.backend.decoder_layers import Residual, residual_of, unknown_layer
 from preft.serve.backend.lora_support import declare_lora, has_linear_sites, linear_refusal, unserved_modules
 from preft.serve.backend.options import BackendOptions
@@ -43,6 +44,8 @@ class PreftModelManager(LRUCacheLoRAModelManager):
     state: StepState
     infos: tuple[ModuleInfo, ...]
     supported_lora_modules: list[str]
+    _linear_site: type[LinearSite]
+    _block_site: type[BlockSite]
 
     def __init__(self, *args: Any, vllm_config: VllmConfig, **kwargs: Any) -> None:
         self._preft_options = BackendOptions.from_config(vllm_config.additional_config)  # type: ignore[arg-type]
@@ -60,6 +63,10 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         super()._create_lora_modules()
         # Adapters in the tier and their stacks together stay within one and a half times the tier's limit.
         self.state = StepState(stacks=StackCache(self._preft_options.cache_bytes // 2))
+        self._linear_site, self._block_site = LinearSite, BlockSite
+        if self._preft_options.compiled:
+            self._linear_site, self._block_site = compiled.CompiledLinearSite, compiled.CompiledBlockSite
+            compiled.bind(self.state)
         infos: list[ModuleInfo] = []
         for name, module in self.modules.items():
             if name.endswith(_HEAD):
@@ -83,7 +90,7 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         widths = tuple(module.output_slices) if len(parts) > 1 else (_full_output(module),)
         if len(parts) > 1:
             widths = _full_slices(module, widths)
-        module.set_mapping(LinearSite(self.state, index))
+        module.set_mapping(self._linear_site(self.state, index))
         return ModuleInfo(index, name, SiteKind.LINEAR, parts, _full_input(module), widths, module)
 
     def _wire_head(self, index: int, name: str) -> ModuleInfo:
@@ -93,7 +100,7 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         return ModuleInfo(index, name, SiteKind.LINEAR, (name,), sizes[0], (sizes[1],), None)
 
     def _wire_block(self, index: int, name: str, layer: nn.Module, residual: Residual) -> ModuleInfo:
-        install_block_site(layer, BlockSite(self.state, index, residual))
+        install_block_site(layer, self._block_site(self.state, index, residual))
         hidden = self.model.config.get_text_config().hidden_size
         return ModuleInfo(index, name, SiteKind.BLOCK, (name,), hidden, (hidden,), None)
 
