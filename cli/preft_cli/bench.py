@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,14 +111,15 @@ def _report(session: Session, outcome: Outcome, entries: Sequence[dict[str, Any]
         for row in outcome.rows:
             session.emit(row)
     elif entries:
-        session.show(_table(SPEED_COLUMNS, entries), "", _table(LATENCY_COLUMNS, entries))
+        session.show(column_table(SPEED_COLUMNS, entries), "", column_table(LATENCY_COLUMNS, entries))
     for note in notes:
         session.warn(note)
     for row in outcome.failures:
         session.err.print(f"error: {row['arm']}: {row['error'].get('message')}; its log: {row['error'].get('log')}")
 
 
-def _table(columns: dict[str, Any], entries: Sequence[dict[str, Any]]) -> Any:
+def column_table(columns: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> Any:
+    """A table of titles and cells, such as `preft.bench.page.SPEED_COLUMNS`."""
     rows = [[cell(entry) for cell in columns.values()] for entry in entries]
     return table(list(columns), rows, numeric=[title for title in columns if title != "arm"])
 

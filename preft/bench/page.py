@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,17 @@ def save_page(folder: Path, entries: Sequence[dict[str, Any]], remarks: Sequence
         FileError: It cannot be written.
     """
     path = folder / PAGE_NAME
+    return write_page(path, build_page(entries, remarks, setup))
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Writes a page and returns where.
+
+    Raises:
+        FileError: It cannot be written.
+    """
     try:
-        path.write_text(build_page(entries, remarks, setup), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FileError(f"`{path}` cannot be written", got=error.strerror) from None
     return path
@@ -62,29 +71,35 @@ def build_page(entries: Sequence[dict[str, Any]], remarks: Sequence[str], setup:
     workloads = dict.fromkeys((entry["input_len"], entry["output_len"], entry["requests"]) for entry in entries)
     lengths = "; ".join(f"{given} tokens in, {out} out, {count} requests a run" for given, out, count in workloads)
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="soft">{_text(lengths)}; {_text(setup["popularity"])} adapters, {_text(setup["slots"])} slots, mode '
-        f"{_text(setup['mode'])}, {_text(setup['repeats'])} repeats. {_text(machine.get('processor', ''))}, "
-        f"{_text(machine.get('cores', '?'))} cores. {_text(setup.get('created', ''))}</p>",
-        "".join(f'<p class="warn">{_text(remark)}</p>' for remark in remarks),
+        f"<h1>{as_text(title)}</h1>",
+        f'<p class="soft">{as_text(lengths)}; {as_text(setup["popularity"])} adapters, {as_text(setup["slots"])} '
+        f"slots, mode {as_text(setup['mode'])}, {as_text(setup['repeats'])} repeats. "
+        f"{as_text(machine.get('processor', ''))}, "
+        f"{as_text(machine.get('cores', '?'))} cores. {as_text(setup.get('created', ''))}</p>",
+        "".join(f'<p class="warn">{as_text(remark)}</p>' for remark in remarks),
         f"<figure>{picture}</figure>" if picture else '<p class="warn">No arm was measured.</p>',
         "<h2>Throughput</h2>",
-        _table(SPEED_COLUMNS, entries),
+        table_text(SPEED_COLUMNS, entries),
         '<p class="soft">Ratios are geometric means of paired repeats with a 95 % interval. An interval that includes '
         "1 shows no difference.</p>",
         '<p class="soft">Cold: the first run of a process, with adapters that the engine has never seen.</p>',
         "<h2>Latency</h2>",
-        _table(LATENCY_COLUMNS, entries),
+        table_text(LATENCY_COLUMNS, entries),
         '<p class="soft">Adapters in prefill and decode: share of step time spent in adapter kernels.</p>',
         "<h2>Per adapter, and memory</h2>",
-        _table(FAIRNESS_COLUMNS, entries),
+        table_text(FAIRNESS_COLUMNS, entries),
         "<h2>Set-up</h2>",
-        f"<pre>{_text(json.dumps(setup, indent=2, sort_keys=True))}</pre>",
+        f"<pre>{as_text(json.dumps(setup, indent=2, sort_keys=True))}</pre>",
     ]
+    return page_text(title, parts)
+
+
+def page_text(title: str, parts: Sequence[str]) -> str:
+    """A whole page around parts of HTML."""
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style>"
+        f"<title>{as_text(title)}</title><style>{_STYLE}</style>"
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
@@ -166,13 +181,15 @@ FAIRNESS_COLUMNS = {
 }
 
 
-def _table(columns: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
-    head = "".join(f"<th>{_text(title)}</th>" for title in columns)
+def table_text(columns: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> str:
+    """A table of HTML that scrolls by itself where it is wide."""
+    head = "".join(f"<th>{as_text(title)}</th>" for title in columns)
     body = "".join(
-        "<tr>" + "".join(f"<td>{_text(cell(entry))}</td>" for cell in columns.values()) + "</tr>" for entry in entries
+        "<tr>" + "".join(f"<td>{as_text(cell(entry))}</td>" for cell in columns.values()) + "</tr>" for entry in entries
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
+    """A value as text of HTML."""
     return html.escape(str(value))

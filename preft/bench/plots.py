@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ LOOKS = {
     "lorap": ("#2563eb", "-"),
     "direftp": ("#059669", "-"),
 }
+Draw = Callable[[Any], Any]
+"""Draws with pyplot and returns the figure."""
 INK = "#0a0b0c"
 """Colour of text and axes in the page's picture, replaced there by the page's own."""
 
@@ -41,10 +43,24 @@ def save_plots(entries: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     Raises:
         FileError: They cannot be written.
     """
-    paths = [folder / "throughput.png", folder / "throughput.svg"]
-    with _drawn(entries, ink="#111111") as figure:
-        if figure is None:
-            return []
+    measured = _measured(entries)
+    return save_figure(lambda pyplot: _figure(measured, pyplot), folder, "throughput") if measured else []
+
+
+def inline_svg(entries: Sequence[dict[str, Any]]) -> str | None:
+    """The picture for a page, or None if no arm was measured."""
+    measured = _measured(entries)
+    return inline_figure(lambda pyplot: _figure(measured, pyplot)) if measured else None
+
+
+def save_figure(draw: Draw, folder: Path, name: str) -> list[Path]:
+    """Writes a figure as PNG and SVG.
+
+    Raises:
+        FileError: They cannot be written.
+    """
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    with _drawn(draw, ink="#111111") as figure:
         try:
             for path in paths:
                 figure.savefig(path, dpi=150, facecolor="white")
@@ -53,12 +69,10 @@ def save_plots(entries: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     return paths
 
 
-def inline_svg(entries: Sequence[dict[str, Any]]) -> str | None:
-    """The picture for a page: no background, text as text, and ink in the page's own colour."""
+def inline_figure(draw: Draw) -> str:
+    """A figure for a page: no background, text as text, and ink in the page's own colour."""
     buffer = io.StringIO()
-    with _drawn(entries, ink=INK) as figure:
-        if figure is None:
-            return None
+    with _drawn(draw, ink=INK) as figure:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     # Neither a document type nor a metadata block: both only name addresses that nobody needs.
@@ -69,13 +83,13 @@ def inline_svg(entries: Sequence[dict[str, Any]]) -> str | None:
     return text.replace(INK, "currentColor")
 
 
+def _measured(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in entries if entry["output_tokens_per_s"]["median"]]
+
+
 @contextlib.contextmanager
-def _drawn(entries: Sequence[dict[str, Any]], *, ink: str) -> Iterator[Any]:
-    """A figure while it is needed, or None if no arm was measured. The settings hold for drawing and for saving."""
-    measured = [entry for entry in entries if entry["output_tokens_per_s"]["median"]]
-    if not measured:
-        yield None
-        return
+def _drawn(draw: Draw, *, ink: str) -> Iterator[Any]:
+    """A figure while it is needed. The settings hold for drawing and for saving."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -84,7 +98,7 @@ def _drawn(entries: Sequence[dict[str, Any]], *, ink: str) -> Iterator[Any]:
     colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "preft", **dict.fromkeys(colours, ink)}
     with matplotlib.rc_context(settings):
-        figure = _figure(measured, pyplot)
+        figure = draw(pyplot)
         try:
             yield figure
         finally:

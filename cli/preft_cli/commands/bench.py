@@ -149,6 +149,118 @@ def throughput(
         raise typer.Exit(status)
 
 
+_LatencyArms = Annotated[str, typer.Option("--arms", help="Of base, lora, lorap, direftp, all in one server.")]
+_LatencyAdapters = Annotated[int, typer.Option("--adapters", min=1, help="Distinct adapters of each arm.")]
+_Rates = Annotated[
+    str,
+    typer.Option("--rates", metavar="R[,R]", help="Requests/s, rising; auto doubles from 0.5 until past the knee."),
+]
+_Seconds = Annotated[float, typer.Option("--seconds", help="How long each load sends requests; at least 8 of them.")]
+_Burstiness = Annotated[float, typer.Option("--burstiness", help="1: Poisson arrivals; less: burstier; more: evener.")]
+_KneeFactor = Annotated[
+    float, typer.Option("--knee-factor", help="The knee: median latency over that of the first rate.")
+]
+_Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help='Replay lines of {"at", "input_len", "output_len", "adapter"}.'),
+]
+_Url = Annotated[
+    str | None, typer.Option("--url", help="A server that runs already, such as http://127.0.0.1:8000/v1.")
+]
+_Models = Annotated[str, typer.Option("--models", metavar="NAME[,NAME]", help="Names to ask that server for.")]
+_ApiKey = Annotated[
+    Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with the key to present to that server.")
+]
+_Compiled = Annotated[bool, typer.Option("--compile", help="Start the server with its model compiled.")]
+
+
+@app.command(
+    "latency",
+    epilog=examples(
+        "preft bench latency smollm2 --arms base,lora,lorap --adapters 16 --slots 16 --out latency",
+        "preft bench latency smollm2 --rates 0.5,1,2,4 --popularity zipf:1.1 --out latency --json",
+        "preft bench latency smollm2 --url http://127.0.0.1:8000/v1 --models mine,smollm2 --out latency",
+        "preft bench latency smollm2 --trace arrivals.jsonl --adapters 8 --out replay",
+    ),
+)
+def latency(
+    model: _Model,
+    out: _Out,
+    arms: _LatencyArms = "base,lora,lorap,direftp",
+    adapters: _LatencyAdapters = 8,
+    slots: _Slots = 8,
+    rank: _Rank = "16",
+    direft_rank: _DireftRank = 8,
+    input_len: _InputLen = 128,
+    output_len: _OutputLen = 64,
+    rates: _Rates = "auto",
+    seconds: _Seconds = 30.0,
+    burstiness: _Burstiness = 1.0,
+    knee_factor: _KneeFactor = 2.0,
+    trace: _Trace = None,
+    url: _Url = None,
+    models: _Models = "",
+    api_key_file: _ApiKey = None,
+    max_num_seqs: _MaxNumSeqs = None,
+    repeats: _Repeats = 1,
+    popularity: _Popularity = "distinct",
+    dtype: _Dtype = "auto",
+    kv_cache_gib: _KvCache = None,
+    compiled: _Compiled = False,
+    tp: _Tp = 1,
+    adapter_dir: _AdapterDir = None,
+    seed: _Seed = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Load a served engine at rising rates until past its knee: time to the first token, per token, per adapter.
+
+    Starts `preft serve` with generated adapters, or asks a server that runs. Requests are sent and timed by vLLM's
+    own serving benchmark. DIR gets rows.jsonl, latency.png, latency.svg and index.html. Exit status 1 if requests
+    failed.
+    """
+    session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
+    from preft.bench.latency.spec import LatencySpec, read_trace
+    from preft.bench.spec import BenchSpec
+    from preft_cli.bench import names, rank_lists
+    from preft_cli.bench_latency import rate_list, run_latency_bench
+
+    bench_spec = BenchSpec(
+        model=model,
+        out=out,
+        arms=names(arms),
+        adapters=(adapters,),
+        slots=slots,
+        ranks=rank_lists(rank),
+        direft_rank=direft_rank,
+        input_len=input_len,
+        output_len=output_len,
+        repeats=repeats,
+        popularity=popularity,
+        dtype=dtype,
+        seed=seed,
+        max_num_seqs=max_num_seqs,
+        kv_cache_gib=kv_cache_gib,
+        tp=tp,
+        adapter_dir=adapter_dir,
+    )
+    spec = LatencySpec(
+        bench_spec,
+        rate_list(rates),
+        seconds,
+        burstiness,
+        knee_factor,
+        read_trace(trace) if trace is not None else (),
+        url,
+        names(models),
+        compiled,
+    )
+    status = run_latency_bench(spec, session, api_key_file=api_key_file)
+    if status:
+        raise typer.Exit(status)
+
+
 @app.command(
     "compare",
     epilog=examples("preft bench compare before after", "preft bench compare before after --threshold 0.1 --json"),
