@@ -19,6 +19,7 @@ TURNS = ("each", "last")
 """Which assistant turns become examples: each of them, or the last one of a conversation only."""
 DTYPES = ("float32", "bfloat16", "float16")
 COLUMNS = ("messages", "prompt", "completion")
+QUANTISATIONS = ("nf4", "int8")
 REPORTERS = ("tensorboard", "trackio", "wandb")
 
 
@@ -75,6 +76,8 @@ class TrainSettings:
         weight_decay: Of free matrices. Biases and an orthogonal R never decay.
         max_gradient_norm: Gradients are scaled down to it; 0 leaves them.
         base_dtype: Number type of the frozen base. The adapter is trained in float32 in any case.
+        quantisation: Hold the frozen base in 4 bits (`nf4`, as QLoRA does) or 8 (`int8`), by bitsandbytes; null for
+            `base_dtype` itself.
         gradient_checkpointing: Compute activations twice instead of keeping them.
         group_by_length: Put examples of like length into a batch.
         eval_every: Steps between evaluations; null for one at the end.
@@ -91,6 +94,7 @@ class TrainSettings:
     weight_decay: float = setting(default=0.0, least=0)
     max_gradient_norm: float = setting(default=1.0, least=0)
     base_dtype: str = setting(default="float32", choices=DTYPES)
+    quantisation: str | None = setting(default=None, choices=QUANTISATIONS)
     gradient_checkpointing: bool = setting(default=False)
     group_by_length: bool = setting(default=True)
     eval_every: int | None = setting(default=None, least=1)
@@ -117,6 +121,8 @@ class SftRecipe:
         orthogonal: Keep R of block sites orthogonal.
         positions: `prompt`, `fN+lM` or `all`; null for what the method says.
         adapter_dtype: Number type of the adapter that is written.
+        push_to_hub: Repository on the Hugging Face hub that the finished adapter goes to; null for none.
+        push_private: Whether a repository that is made for it is private.
     """
 
     model: str = setting()
@@ -132,6 +138,8 @@ class SftRecipe:
     orthogonal: bool = setting(default=False)
     positions: str | None = setting(default=None)
     adapter_dtype: str = setting(default="float32", choices=DTYPES)
+    push_to_hub: str | None = setting(default=None)
+    push_private: bool = setting(default=True)
 
     @property
     def policy(self) -> Policy | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,39 +13,70 @@ import torch
 from torch import nn
 
 from preft.adapters.baseconfig import read_base_config
+from preft.config.train import QUANTISATIONS
 from preft.data.collate import IGNORED, collate
 from preft.data.examples import Example
-from preft.errors import EngineError, FileError, UsageError
+from preft.errors import EngineError, FileError, UnsupportedError, UsageError
 from preft.positions import ALL, Policy
 
 WARMUP = 0.1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_base(folder: Path | str, *, dtype: str = "float32") -> Any:
+def load_base(folder: Path | str, *, dtype: str = "float32", quantisation: str | None = None) -> Any:
     """Loads a checkpoint's causal language model, frozen, for training an adapter on it.
 
     Args:
         folder: Checkpoint folder.
         dtype: `float32`, `bfloat16`, `float16`, or `auto` for the type the checkpoint is stored in.
+        quantisation: `nf4` or `int8` to hold linear modules in 4 or 8 bits; they compute in `dtype`.
 
     Raises:
-        UsageError: `dtype` is unknown.
+        UsageError: `dtype` or `quantisation` is unknown.
+        UnsupportedError: The base cannot be quantised here.
         FileError: The checkpoint cannot be read.
     """
     from transformers import AutoModelForCausalLM
 
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError("Unknown dtype", got=f"`{dtype}`", accepted=", ".join(["auto", *DTYPES]))
+    quantised = None if quantisation is None else _quantised(quantisation, DTYPES.get(dtype))
     read_base_config(Path(folder))
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES.get(dtype, "auto"), trust_remote_code=False, local_files_only=True
+            folder,
+            dtype=DTYPES.get(dtype, "auto"),
+            trust_remote_code=False,
+            local_files_only=True,
+            quantization_config=quantised,
         )
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise FileError(f"The base model in `{folder}` cannot be loaded", got=reason[:200]) from None
     return model.requires_grad_(False)
+
+
+def _quantised(kind: str, dtype: torch.dtype | None) -> Any:
+    """How bitsandbytes is to load the base; nested constants and `nf4` as QLoRA has them."""
+    if kind not in QUANTISATIONS:
+        accepted = ", ".join(f"`{known}`" for known in QUANTISATIONS)
+        raise UsageError("Unknown quantisation", got=f"`{kind}`", accepted=accepted)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UnsupportedError(
+            f"The base cannot be held as `{kind}`: bitsandbytes is not installed",
+            accepted="`train.quantisation: null`",
+            hint="pip install bitsandbytes",
+        )
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype or torch.bfloat16,
+    )
 
 
 def completion_logits(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

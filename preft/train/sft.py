@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from preft.train.curves import CURVES_NAME, inline_curves, save_curves
 from preft.train.model import DTYPES, ExampleScore, load_base, score_examples, token_loss
 from preft.train.page import PAGE_NAME, save_page
 from preft.train.processes import Processes
+from preft.train.push import push_adapter
 from preft.train.trainer import AdapterTrainer, MetricsWriter, last_checkpoint, read_metrics
 from preft.tuners.attach import AttachedModel
 from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
@@ -44,7 +46,10 @@ RUN_NAME = "run.json"
 _RUN_FILES = (METRICS_NAME, SCORES_NAME, RUN_NAME, CURVES_NAME, PAGE_NAME)
 _OURS = {CHECKPOINTS, MANIFEST_NAME, TENSORS_NAME, "README.md", *_RUN_FILES}
 
-_FREE = ("output", "train.eval_every", "train.save_every", "train.keep_checkpoints", "train.report_to", "data.eval")
+_FREE = (
+    "output", "train.eval_every", "train.save_every", "train.keep_checkpoints", "train.report_to", "data.eval",
+    "push_to_hub", "push_private",
+)  # fmt: skip
 """Settings that may change when a run is resumed: they do not decide its losses."""
 
 
@@ -64,6 +69,7 @@ class SftReport:
         data: What became of the files' rows.
         seconds: Time the steps of this call took.
         remarks: What a user should be told.
+        pushed: Address of the commit on the hub, or None.
     """
 
     adapter: Adapter
@@ -77,6 +83,7 @@ class SftReport:
     data: tuple[DataReport, ...]
     seconds: float
     remarks: tuple[str, ...] = ()
+    pushed: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -97,6 +104,7 @@ class SftReport:
             "data": [report.to_dict() for report in self.data],
             "seconds": round(self.seconds, 3),
             "remarks": list(self.remarks),
+            "pushed": self.pushed,
         }
 
 
@@ -136,13 +144,14 @@ def train_sft(
     policy = method_policy(recipe.method, recipe.policy)
     output = Path(recipe.output)
     processes = Processes()
+    _require_reporters(recipe.train.report_to)
     checkpoint = _require_output(output, resume=resume, force=force)
     with processes.main_first():
         folder = locate_model(recipe.model, progress=progress)
     with stage(progress, "Reading the data"):
         data = _read_data(recipe, folder)
     with stage(progress, "Loading the base model"):
-        model = load_base(folder, dtype=recipe.train.base_dtype)
+        model = load_base(folder, dtype=recipe.train.base_dtype, quantisation=recipe.train.quantisation)
         handle = new_adapter(
             model,
             fingerprint_base(folder, model=recipe.model),
@@ -180,10 +189,17 @@ def train_sft(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     done = int(trainer.state.global_step), time.monotonic() - started
     report = _finish(recipe, handle, data, facts, base_scores, checkpoint, done, progress, write=processes.is_main)
-    if not draw or not processes.is_main:
-        return report
-    with stage(progress, "Drawing the curves"):
-        return replace(report, remarks=draw_run(output, report.to_dict(), resolved.table()))
+    remarks: tuple[str, ...] = ()
+    if recipe.train.quantisation is not None:
+        remarks += (f"trained over a base in {recipe.train.quantisation}: `preft check` it on the base you serve",)
+    if draw and processes.is_main:
+        with stage(progress, "Drawing the curves"):
+            remarks += draw_run(output, report.to_dict(), resolved.table())
+    pushed = None
+    if recipe.push_to_hub is not None and processes.is_main:
+        with stage(progress, f"Pushing to {recipe.push_to_hub}"):
+            pushed = push_adapter(output, recipe.push_to_hub, private=recipe.push_private)
+    return replace(report, remarks=remarks, pushed=pushed)
 
 
 def _read_data(recipe: SftRecipe, folder: Path) -> _Data:
@@ -371,6 +387,14 @@ def place_adapter(adapter: Adapter, folder: Path, *, readme: str) -> None:
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         for file in (TENSORS_NAME, "README.md", MANIFEST_NAME):
             os.replace(partial / file, folder / file)
+
+
+def _require_reporters(names: Sequence[str]) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(
+            f"`train.report_to` names `{missing[0]}`, which is not installed", hint=f"pip install {missing[0]}"
+        )
 
 
 def _require_output(output: Path, *, resume: bool, force: bool) -> Path | None:

@@ -118,6 +118,9 @@ class AdapterTrainer(Trainer):
         self._seed = seed
         self._eval_examples = eval_examples
         self._staging: Path | None = None
+        if getattr(handle.model, "is_quantized", False):
+            # What Transformers asks before it trains on a quantised base: that an adapter is on it.
+            handle.model._hf_peft_config_loaded = True
         super().__init__(
             model=handle.model,
             args=_arguments(settings, folder, seed, has_eval=eval_examples is not None),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHOWN = 4
+_QUANTISERS = ("bitsandbytes",)
 
 
 def decoder_blocks(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -74,10 +75,13 @@ def require_fits(model: PreTrainedModel, adapter: Adapter) -> None:
 def _require_supported(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError("An encoder-decoder model", accepted="a decoder-only causal language model")
-    if getattr(model, "is_quantized", False):
+    method = getattr(model, "quantization_method", None)
+    # Its modules are linear modules still, of the same sizes, and only their weights are held otherwise.
+    if getattr(model, "is_quantized", False) and str(getattr(method, "value", method)) not in _QUANTISERS:
         raise UnsupportedError(
             "A quantised base under a position-gated adapter in Transformers",
-            accepted="a base in float32, bfloat16 or float16",
+            got=str(getattr(method, "value", method)),
+            accepted="a base in float32, bfloat16 or float16, or one that bitsandbytes holds in 4 or 8 bits",
             hint="load the model unquantised",
         )
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from preft_cli.commands.train_grpo import EPILOG as GRPO_EPILOG
+from preft_cli.commands.train_grpo import grpo
 from preft_cli.console import Session
 from preft_cli.options import Force, Json, Quiet, Verbose, command_app, examples
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from preft.train.sft import SftReport
 
 app = command_app()
+app.command("grpo", epilog=GRPO_EPILOG)(grpo)
 
 
 @app.callback()
@@ -221,5 +224,7 @@ def _show(session: Session, made: SftReport) -> None:
         rows.append(("eval loss", f"base {made.eval_loss[0]:.4f}, adapter {made.eval_loss[1]:.4f}"))
     if made.eval_exact is not None:
         rows.append(("exact", f"base {made.eval_exact[0]:.1%}, adapter {made.eval_exact[1]:.1%} of the completions"))
+    if made.pushed is not None:
+        rows.append(("pushed", made.pushed))
     rows += [("seconds", f"{made.seconds:.1f}"), ("digest", manifest.digest)]
     session.show(fields(rows))

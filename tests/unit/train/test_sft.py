@@ -11,7 +11,7 @@ import pytest
 
 from preft.adapters.store import load_adapter
 from preft.config.train import ResolvedRecipe, load_sft_recipe
-from preft.errors import EngineError, FileError, UsageError
+from preft.errors import EngineError, FileError, UnsupportedError, UsageError
 from preft.models.chat_template import chat_template_sha256
 from preft.train import trainer as trainer_module
 from preft.train.sft import SftReport, train_sft
@@ -236,3 +236,56 @@ def test_orders_are_fixed_by_seed_and_pass_and_group_by_length() -> None:
     plain = list(EpochSampler(lengths, 8, 1, group=False))
     mixed = [max(batch) - min(batch) for n in range(0, 64, 8) if (batch := [lengths[i] for i in plain[n : n + 8]])]
     assert sum(spread) < 0.4 * sum(mixed)
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_any_work(
+    tiny_llama: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"`train\.report_to` names `trackio`"):
+        train_sft(_recipe(tiny_llama, data, tmp_path / "out", train__report_to=["trackio"]))
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensorboard_is_reported_to(tiny_llama: Path, data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    train_sft(
+        _recipe(tiny_llama, data, tmp_path / "out", train__report_to=["tensorboard"], train__max_steps=2), draw=False
+    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = (tmp_path / "out").rglob("events.out.tfevents.*")
+    found = EventAccumulator(str(events.parent)).Reload().Scalars("train/loss")
+    assert [round(entry.value, 4) for entry in found] == [round(loss, 4) for loss in _losses(tmp_path / "out")]
+
+
+def test_a_finished_adapter_is_pushed_where_the_recipe_says(
+    tiny_llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes over the wire is the business of `test_push.py`."""
+    from preft.train import sft as module
+
+    calls: list[tuple[Any, ...]] = []
+
+    def push(folder: Path, repository: str, *, private: bool) -> str:
+        calls.append((load_adapter(folder).digest, repository, private))
+        return "https://hub/commit/1"
+
+    monkeypatch.setattr(module, "push_adapter", push)
+    made = train_sft(_recipe(tiny_llama, data, tmp_path / "out", push_to_hub="me/mine", train__max_steps=2), draw=False)
+    assert calls == [(made.adapter.digest, "me/mine", True)]
+    assert made.to_dict()["pushed"] == "https://hub/commit/1"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_of_the_base_trains_a_float32_adapter(
+    tiny_llama: Path, data: Path, tmp_path: Path, dtype: str
+) -> None:
+    whole = train_sft(_recipe(tiny_llama, data, tmp_path / "whole", method="mixed", train__max_steps=4), draw=False)
+    sets = {"method": "mixed", "train__max_steps": 4, "train__base_dtype": dtype, "adapter_dtype": "bfloat16"}
+    made = train_sft(_recipe(tiny_llama, data, tmp_path / "half", **sets), draw=False)
+    assert made.loss[1] < made.loss[0] - 0.05
+    # Rounding of the base moves the losses a little, and only that.
+    assert _losses(tmp_path / "half") != _losses(tmp_path / "whole")
+    assert _losses(tmp_path / "half") == pytest.approx(_losses(tmp_path / "whole"), abs=0.15)
+    assert whole.adapter.manifest.dtype == "float32"
+    assert load_adapter(tmp_path / "half").manifest.dtype == "bfloat16"
