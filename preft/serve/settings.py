@@ -103,9 +103,9 @@ class EngineSettings:
 
         Args:
             model: The checkpoint's folder.
+            server: Whether a front end in another process takes the scheduler's counts for its metrics.
         """
         # The backend's modules name vLLM at import, the settings must not.
-            server: Whether a front end in another process takes the scheduler's counts for its metrics.
         from preft.serve.backend import guard
         from preft.serve.backend.options import BackendOptions
 
@@ -117,11 +117,11 @@ class EngineSettings:
             patience_s=self.patience_s,
             lm_head=self.lm_head,
             allow_base_mismatch=self.allow_base_mismatch,
-        )
-        arguments: dict[str, Any] = {
             server=server,
             adapter_metrics=self.adapter_metrics,
             compiled=self.compiled,
+        )
+        arguments: dict[str, Any] = {
             "model": model,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
@@ -135,9 +135,14 @@ class EngineSettings:
             "max_cpu_loras": self.slots,
             "enforce_eager": not self.compiled,
             "scheduler_cls": guard.SCHEDULER_CLASS,
-            "worker_cls": guard.CPU_WORKER_CLASS,
+            "worker_cls": guard.worker_class(),
             "additional_config": options.to_config(),
         }
+        if guard.gpu_build() is not None:
+            from preft.serve.gpu.settings import CODE_KEY, code_hash, gpu_arguments
+
+            arguments |= gpu_arguments(self.slots, self.max_rank)
+            arguments["additional_config"][CODE_KEY] = code_hash()
         return {**{key: value for key, value in arguments.items() if value is not None}, **self.vllm}
 
 
