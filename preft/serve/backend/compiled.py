@@ -76,7 +76,7 @@ def restore_compilation(config: VllmConfig) -> None:
     Everything but the mode is left as vLLM has set it. Called before the model is built, which reads the mode.
 
     Raises:
-        UnsupportedError: The engine was set to eager, or no C++ compiler is found.
+        UnsupportedError: The engine was set to eager, has several ranks, or no C++ compiler is found.
         EngineError: vLLM left something else than what it compiles with on CPUs.
     """
     from vllm.config import CompilationMode
@@ -86,6 +86,8 @@ def restore_compilation(config: VllmConfig) -> None:
         raise UnsupportedError(
             "The engine is set to compile and to run eager", got="`compile` and `enforce_eager`", hint="leave one out"
         )
+    if config.parallel_config.tensor_parallel_size > 1:
+        raise UnsupportedError("Compilation over several ranks is not tested yet", hint="start without `compile`")
     _require_compiler()
     found = (str(compilation.backend), "none" in compilation.custom_ops, compilation.mode)
     if found != ("inductor", True, CompilationMode.NONE):

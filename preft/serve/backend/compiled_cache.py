@@ -96,7 +96,7 @@ def _load(module: Any, path: Path) -> Any:
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(module.vllm_config), path.open("rb") as file:
-        compiled = torch.compiler.load_compiled_function(file, f_globals=module.forward.__globals__)
+        compiled: Any = torch.compiler.load_compiled_function(file, f_globals=module.forward.__globals__)
     _verify_source_unchanged(compiled.source_info(), module.vllm_config)
     compiled.disable_guard_check()
     return compiled
