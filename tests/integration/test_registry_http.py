@@ -177,7 +177,8 @@ def test_a_push_may_be_kept_in_the_root(
 ) -> None:
     assert push(server, "PUT", "/kept", adapters["first"], persist="true")[0] == 201
     streaming = Streaming(server, "kept")
-    assert push(server, "PUT", "/kept", adapters["third"], persist="true")[0] == 200
+    status, made = push(server, "PUT", "/kept", adapters["third"], persist="true")
+    assert (status, made["version"]) == (200, 2)
     assert server.tokens("kept", PROMPT) == expected(oracle, "third")
     assert streaming.rest()[:TOKENS] == expected(oracle, "first")
     assert sorted(path.name for path in (root / "kept").iterdir()) == ["preft.json", "preft.safetensors"]
@@ -192,6 +193,8 @@ def test_a_push_may_be_kept_in_the_root(
     assert "notes" not in listed(server)
     assert change(server, "DELETE", "/kept")[0] == 200
     assert (root / "kept" / "preft.json").exists()
+    time.sleep(1.5)
+    assert "kept" not in server.models(), "the watch has brought it back"
     until(lambda: held(server) == 0)
 
 
@@ -380,7 +383,7 @@ def test_the_log_has_a_line_for_each_request(server: Server, adapters: dict[str,
 
     server.complete("bob", PROMPT)
     for stream in (False, True):
-        line = line_of("bob", stream=stream, n=2)
+        line = line_of("bob", stream=stream, n=2, temperature=1.0)
         assert line["digest"] == adapters["bob"].digest
         assert line["request_id"].startswith("cmpl-")
         counts = {key: line[key] for key in ("prompt_tokens", "adapted_tokens", "output_tokens", "status")}

@@ -113,6 +113,7 @@ class HostTier:
                 report.failed[digest] = reason
                 self._note_failure(digest, reason)
             else:
+                self.failures.pop(digest, None)
                 self._ready[digest] = load.result()
                 report.loaded[digest] = self._ready[digest].num_bytes
                 report.load_seconds += [] if seconds is None else [seconds]

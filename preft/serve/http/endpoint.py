@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from preft import __version__
 from preft.adapters.fingerprint import fingerprint_base
@@ -24,6 +24,7 @@ from preft.positions import Policy
 from preft.serve.backend import guard
 from preft.serve.backend.options import BackendOptions
 from preft.serve.backend.stat_logger import install_stat_logger
+from preft.serve.http import status_page
 from preft.serve.http.admin import add_adapter, put_adapter, remove_adapter
 from preft.serve.http.checks import install_checks
 from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware, NoteMiddleware
@@ -97,6 +98,7 @@ class PreftEndpoints:
         app.state.preft_plan = plan
         app.state.preft_notes = notes = Notes(plan.access_log)
         app.add_api_route("/v1/models", show_models, methods=["GET"])
+        app.add_api_route(status_page.PATH, show_page, methods=["GET"], include_in_schema=False)
         app.add_api_route("/v1/preft/health", show_health, methods=["GET"])
         app.add_api_route("/v1/preft/adapters", show_adapters, methods=["GET"])
         app.add_api_route("/v1/preft/status", show_status, methods=["GET"])
@@ -212,6 +214,13 @@ def _keys(args: Namespace) -> list[str]:
 def _front(request: Request) -> FrontEnd:
     front: FrontEnd = request.app.state.preft
     return front
+
+
+async def show_page(request: Request) -> Response:
+    """GET /preft: the status page, if it is wanted; it holds no data itself."""
+    if not _front(request).plan.status_page:
+        return JSONResponse({"detail": "Not Found"}, status_code=HTTPStatus.NOT_FOUND)
+    return status_page.answer()
 
 
 async def show_models(request: Request) -> JSONResponse:

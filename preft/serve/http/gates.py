@@ -22,7 +22,7 @@ from preft.serve.http.plan import EVERYTHING
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/preft"})
 """Routes that say nothing of models, adapters or clients."""
 WHOLE_KEY_PATHS = frozenset({"/metrics", "/v1/preft/status"})
 """Routes that tell of every adapter, so that a key for some of them does not open them."""

@@ -89,6 +89,7 @@ class ServeOptions:
         watch: Take up what changes in `root`.
         access_log: File for one line a request, or None.
         max_push_mib: Largest adapter accepted over HTTP, in MiB.
+        status_page: Answer `/preft` with the status page.
         passthrough: vLLM's own options.
         verbose: Leave vLLM's log at its usual level.
     """
@@ -103,6 +104,7 @@ class ServeOptions:
     watch: bool = False
     access_log: Path | None = None
     max_push_mib: int = 1024
+    status_page: bool = True
     passthrough: tuple[str, ...] = ()
     verbose: bool = False
 
@@ -165,6 +167,7 @@ def plan_launch(
         keys=keys,
         access_log=_writable(options.access_log) if options.access_log is not None else None,
         max_push_bytes=options.max_push_mib << 20,
+        status_page=options.status_page,
     )
     drain_s = option_value(options.passthrough, "shutdown-timeout") or "0"
     stop_s = _STOP_S + (float(drain_s) if drain_s.isdigit() else 0.0)

@@ -7,6 +7,7 @@ follow which adapters are in use, what a limited key may see, and the access log
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from preft.serve.registry import Registered
+
+logger = logging.getLogger(__name__)
 
 _MAX_MODEL = 200
 
@@ -95,6 +98,7 @@ class Notes:
     def __init__(self, log: str | None = None) -> None:
         self._live: set[Note] = set()
         self._log: int | None = None
+        self._log_failed = False
         if log is not None:
             self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
 
@@ -119,6 +123,12 @@ class Notes:
         return sum(note.entry is not None and note.entry.name == name for note in self._live)
 
     def _write(self, note: Note) -> None:
-        if self._log is not None:
+        if self._log is None:
+            return
+        try:
             # One write a line: lines of several processes stay whole.
             os.write(self._log, json.dumps(note.to_dict()).encode() + b"\n")
+        except OSError as error:
+            if not self._log_failed:
+                logger.warning("The access log cannot be written: %s", error.strerror)
+            self._log_failed = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,11 +66,15 @@ class Operations:
         engine: vLLM's client of the engine.
         notes: Requests under way.
         root: Folder that adapters are loaded from and written to, or None.
+
+    Attributes:
+        on_write: Told the name and folder of each adapter written below the root.
     """
 
     def __init__(self, registry: AdapterRegistry, engine: EngineClient, notes: Notes, root: Path | None) -> None:
         self.registry = registry
         self.root = root
+        self.on_write: Callable[[str, Path], None] = lambda _name, _folder: None
         self._engine = engine
         self._notes = notes
         self._lock = asyncio.Lock()
@@ -91,6 +95,9 @@ class Operations:
             self._require_free(name, replace)
             source = self._below_root(folder if folder is not None else name)
             entry, adapter = await asyncio.to_thread(self.registry.check, name, source, within=self.root)
+            before = self.registry.get(name)
+            if isinstance(before, Registered) and before.reference == entry.reference:
+                return before
             await self._send(entry.digest, *await asyncio.to_thread(adapter_to_bytes, adapter))
             await self._install(entry)
             return entry
@@ -186,6 +193,7 @@ class Operations:
             await self.hold(before)
         try:
             await asyncio.to_thread(save_adapter, adapter, target, force=True)
+            self.on_write(name, target)
             entry, _ = await asyncio.to_thread(self.registry.check, name, target, within=self.root)
         except BaseException:
             await self._release([adapter.digest])

@@ -6,6 +6,7 @@ vLLM's engine only says that a request ended in an error, and its front end answ
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from preft.serve.http.notes import Note, current_note
@@ -34,12 +35,14 @@ def observe_outputs(engine: Any, operations: Operations, redact: Redactor) -> No
         note = current_note()
         counts: dict[int, int] = {}
         is_delta = sampling_params.output_kind == RequestOutputKind.DELTA
-        async for output in generate(prompt, sampling_params, *args, **kwargs):
-            if note is not None:
-                _count(note, output, counts, is_delta)
-            if any(completion.finish_reason == "error" for completion in output.outputs):
-                raise GenerationError(await _explain(note, operations, redact))
-            yield output
+        # Closed with this one, so that a client that goes away ends its request at once.
+        async with aclosing(generate(prompt, sampling_params, *args, **kwargs)) as outputs:
+            async for output in outputs:
+                if note is not None:
+                    _count(note, output, counts, is_delta)
+                if any(completion.finish_reason == "error" for completion in output.outputs):
+                    raise GenerationError(await _explain(note, operations, redact))
+                yield output
 
     engine.generate = observed
 

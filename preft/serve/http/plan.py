@@ -39,6 +39,7 @@ class ServePlan:
         keys: Further API keys with the adapters that each may use, or `*`.
         access_log: File for one line a request, or None.
         max_push_bytes: Largest adapter that is accepted over HTTP.
+        status_page: Answer `/preft` with the status page.
     """
 
     model: str
@@ -52,6 +53,7 @@ class ServePlan:
     keys: Mapping[str, list[str] | str] = field(default_factory=dict, repr=False)
     access_log: str | None = None
     max_push_bytes: int = 1 << 30
+    status_page: bool = True
 
     def encode(self) -> bytes:
         """One line of JSON."""

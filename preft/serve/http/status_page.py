@@ -8,7 +8,6 @@ import hashlib
 import importlib.resources
 import re
 
-from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 PATH = "/preft"
@@ -32,8 +31,8 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-async def show_page(request: Request) -> HTMLResponse:
-    """GET /preft."""
+def answer() -> HTMLResponse:
+    """The page as an answer."""
     text, policy = status_page()
     return HTMLResponse(
         text,

@@ -40,6 +40,7 @@ class Watch:
         self._root = root
         self._fixed = fixed
         self._seen: dict[str, Signature] = {name: sign(folder) for name, folder in self._scan().items()}
+        operations.on_write = self._note_write
 
     async def run(self) -> None:
         """Watches until it is cancelled."""
@@ -64,6 +65,10 @@ class Watch:
             if self._seen.get(name) != signature:
                 self._seen[name] = signature
                 await self._take_up(name)
+
+    def _note_write(self, name: str, folder: Path) -> None:
+        """What the server itself wrote is served already, and must not come back once it is unloaded."""
+        self._seen[name] = sign(folder)
 
     def _scan(self) -> dict[str, Path]:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,18 @@ from preft.positions import ALL, PROMPT, Policy
 from preft.serve.backend import guard
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.http import endpoint
-from preft.serve.http.checks import check_beam_search, check_boundary, check_engine_request, check_fields, check_length
+from preft.serve.http.checks import (
+    check_beam_search,
+    check_boundary,
+    check_engine_request,
+    check_fields,
+    check_length,
+    check_raw_boundary,
+)
 from preft.serve.http.endpoint import PreftEndpoints, require_canaries
-from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware
+from preft.serve.http.gates import ClosedMiddleware, KeyMiddleware, NoteMiddleware
 from preft.serve.http.names import AdapterNames, Redactor, describe, list_models
+from preft.serve.http.notes import Note, Notes, current_note
 from preft.serve.http.plan import ServePlan
 from preft.serve.registry import AdapterRegistry
 from preft.serve.settings import EngineSettings
@@ -256,3 +265,77 @@ def test_a_boundary_in_the_wrong_place_is_refused_not_ignored(key: str) -> None:
             check_boundary({key: 3}, PROMPT, 5)
     check_fields({"other": 1})
     check_fields(None)
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/completions", "some", 200),
+        ("/metrics", "some", 403),
+        ("/v1/preft/status", "some", 403),
+        ("/metrics", "whole", 200),
+        ("/metrics", "all", 200),
+        ("/v1/completions", "som", 401),
+    ],
+)
+def test_a_key_for_some_adapters_does_not_open_what_tells_of_all(path: str, key: str, status: int) -> None:
+    seen: list[Note] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        note = current_note()
+        assert note is not None
+        seen.append(note)
+        await send({"type": "http.response.start", "status": 200})
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    scope = {"type": "http", "path": path, "headers": headers, "method": "GET"}
+    gate = KeyMiddleware(app, ["whole"], {"some": ["alice"], "all": "*"})
+    asyncio.run(NoteMiddleware(gate, Notes())(scope, None, send))  # type: ignore[arg-type]
+
+    assert sent[0]["status"] == status
+    for note in seen:
+        assert note.may_use("alice")
+        assert note.may_use("bob") == (key != "some")
+    assert len(seen) == (status == 200)
+
+
+def test_a_name_that_a_key_may_not_use_is_a_name_that_does_not_exist(names: AdapterNames) -> None:
+    notes = Notes()
+    with notes.open(Note("POST", "/v1/completions", allowed=frozenset({"text"}))) as note:
+        assert "text" in names
+        assert note.entry is not None
+        for name in ("alice", "nobody"):
+            with pytest.raises(VLLMNotFoundError) as caught:
+                names.find(name)
+            assert "alice" not in str(caught.value).replace(f"named `{name}`", "")
+
+
+def test_a_request_keeps_what_its_name_meant_when_it_came(
+    names: AdapterNames, registry: AdapterRegistry, folders: dict[str, str]
+) -> None:
+    with Notes().open(Note("POST", "/v1/completions")):
+        before = names["alice"]
+        registry.register("alice", folders["text"])
+        assert names["alice"].lora_path == before.lora_path
+    assert names["alice"].lora_path != before.lora_path
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "is_refused"),
+    [
+        (b'{"vllm_xargs": {"preft_prompt_len": true}}', {"preft_prompt_len": 1}, True),
+        (b'{"vllm_xargs": {"preft_prompt_len": false}}', {"preft_prompt_len": 0}, True),
+        (b'{"vllm_xargs": {"preft_prompt_len": 1}}', {"preft_prompt_len": 1}, False),
+        (b'{"vllm_xargs": {}}', {}, False),
+        (b"", {"preft_prompt_len": 1}, False),
+        (b"[", {"preft_prompt_len": 1}, False),
+    ],
+)
+def test_true_is_no_number_of_tokens(body: bytes, arguments: dict[str, object], is_refused: bool) -> None:
+    with pytest.raises(PreftError) if is_refused else contextlib.nullcontext():
+        check_raw_boundary(arguments, body, 5)

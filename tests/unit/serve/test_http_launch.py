@@ -150,3 +150,57 @@ def test_a_plan_survives_its_pipe() -> None:
     with pytest.raises(EngineError, match="not started by preft"):
         take_plan({})
     assert DESCRIPTOR_VARIABLE.startswith("_")
+
+
+def test_the_admins_key_travels_in_the_plan_alone(tmp_path: Path) -> None:
+    assert launch(tmp_path).plan.admin_key is None
+    made = launch(tmp_path, environment={"PREFT_ADMIN_KEY": "of-the-environment"})
+    assert made.plan.admin_key == "of-the-environment"
+    (tmp_path / "admin").write_text("of-the-file\n")
+    also = launch(tmp_path, environment={"PREFT_ADMIN_KEY": "of-the-environment"}, admin_key_file=tmp_path / "admin")
+    assert also.plan.admin_key == "of-the-file"
+    for found in (made, also):
+        assert not any("of-the" in text for text in (*found.command, *found.environment.values(), repr(found.plan)))
+
+
+def test_keys_for_some_adapters_replace_vllms_gate(tmp_path: Path) -> None:
+    """VLLM would refuse every key but its own."""
+    (tmp_path / "keys").write_text('{"one": ["alice"], "two": "*"}')
+    made = launch(tmp_path, environment={"VLLM_API_KEY": "whole"}, keys_file=tmp_path / "keys")
+    assert made.plan.keys == {"one": ["alice"], "two": "*", "whole": "*"}
+    assert "VLLM_API_KEY" not in made.environment
+    assert made.api_key == made.plan.instance_key
+    assert launch(tmp_path, environment={"VLLM_API_KEY": "whole"}).api_key == "whole"
+    assert launch(tmp_path).api_key is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"": ["a"]}',
+        '{"two words": ["a"]}',
+        '{"key": "alice"}',
+        '{"key": [1]}',
+        '{"key": ["../a"]}',
+    ],
+)
+def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(UsageError):
+        launch(tmp_path, keys_file=tmp_path / "keys")
+    with pytest.raises(FileError):
+        launch(tmp_path, keys_file=tmp_path / "nowhere")
+
+
+def test_what_changes_while_it_runs_needs_a_place(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--watch"):
+        launch(tmp_path, watch=True)
+    made = launch(tmp_path, watch=True, root=tmp_path, access_log=tmp_path / "log", max_push_mib=3).plan
+    assert (made.watch, made.root, made.access_log) == (True, str(tmp_path), str(tmp_path / "log"))
+    assert made.max_push_bytes == 3 << 20
+    with pytest.raises(FileError, match="access log"):
+        launch(tmp_path, access_log=tmp_path)
