@@ -93,12 +93,13 @@ def test_the_proxy_keeps_tenant_names_inside(folder: Path) -> None:
     text = (folder / "nginx.conf").read_text()
     assert text.count("{") == text.count("}")
     assert re.search(r"location /v1/preft/ \{ return 404; \}", text)
-    assert re.search(r"location = /metrics \{ return 404; \}", text)
+    for path in ("/metrics", "/preft"):
+        assert f"location = {path} {{ return 404; }}" in text
     assert "proxy_buffering off;" in text
 
 
-def test_the_dashboard_asks_for_metrics_that_vllm_has(folder: Path) -> None:
-    """Every `vllm:` name in it is made by vLLM's own loggers."""
+def test_the_dashboard_asks_for_metrics_that_exist(folder: Path) -> None:
+    """Every `vllm:` name in it is made by vLLM's own loggers, every other by ours."""
     loggers = pytest.importorskip("vllm.v1.metrics.loggers")
     source = Path(loggers.__file__).read_text()
     made = set(re.findall(r'"(vllm:[a-z_]+)"', source))
@@ -111,6 +112,11 @@ def test_the_dashboard_asks_for_metrics_that_vllm_has(folder: Path) -> None:
         for name in re.findall(r"vllm:[a-z_]+", target["expr"])
     }
     assert len(asked) >= 8
+    own = pytest.importorskip("preft.serve.backend.stat_logger")
+    ours = set(re.findall(r'"(?:preft_)?([a-z_]+)", "', Path(own.__file__).read_text()))
+    wanted = re.findall(r"preft_([a-z_]+?)(?:_total|_bucket)?\b(?=[\[\)])", json.dumps(dashboard))
+    assert len(set(wanted)) >= 8
+    assert set(wanted) <= ours, set(wanted) - ours
     for name in asked:
         base = re.sub(r"_(bucket|total)$", "", name)
         assert base in made or name in made, name

@@ -16,6 +16,7 @@ import pytest
 
 from preft.adapters.adapter import Adapter
 from preft.data.requests import GenerationResult
+from preft.serve.http.status_page import status_page
 from tests.helpers.engines import Oracle, prompt_of, request_of, save_all
 from tests.helpers.oracle import oracle_prompt_logprobs
 from tests.helpers.serving import ANSWER_S, KEY, STOP_S, TOKENS, Server, running_server
@@ -275,6 +276,9 @@ def test_without_the_key_nothing_is_told(server: Server) -> None:
             assert server.ask(method, path, body if method == "POST" else None, key)[0] == 401, path
         assert server.ask(method, path, body if method == "POST" else None)[0] == 200, path
     assert server.ask("GET", "/health", key=None)[0] == 200
+    status, page = server.ask("GET", "/preft", key=None)
+    assert (status, page) == (200, status_page()[0])
+    assert not any(name in page for name in ("lorap", "ends", "alias"))
     arguments = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     assert arguments
     assert all(KEY not in Path(f"/proc/{pid}/cmdline").read_text() for pid in arguments)

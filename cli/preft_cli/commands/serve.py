@@ -72,6 +72,9 @@ def serve(
     access_log: Annotated[
         Path | None, typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request.")
     ] = None,
+    status_page: Annotated[
+        bool, typer.Option("--status-page/--no-status-page", help="Answer `/preft` with a page that shows the server.")
+    ] = True,
     adapter_metrics: Annotated[
         bool, typer.Option("--adapter-metrics", help="Count requests and cached tokens by adapter name in `/metrics`.")
     ] = False,
@@ -119,6 +122,7 @@ def serve(
         watch=watch,
         access_log=access_log,
         max_push_mib=max_push_mib,
+        status_page=status_page,
         passthrough=tuple(vllm_options or ()),
         verbose=verbose,
     )

@@ -25,7 +25,7 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:generation_tokens_total{engine="0"} 100.0
-preft:adapter_requests_total{adapter="alice",engine="0"} 7.0
+preft_adapter_requests_total{adapter="alice",engine="0"} 7.0
 """
 ANSWERS: dict[str, Any] = {
     "/v1/preft/health": {"status": "ok", "canary": [{"moved": 1.25, "restored": True}]},
