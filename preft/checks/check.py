@@ -18,6 +18,7 @@ from preft.checks.report import CheckReport, DecodeProof, LogitGap, ParityRow
 from preft.config.progress import Progress
 from preft.data.requests import GenerationRequest, GenerationResult
 from preft.errors import RequestError
+from preft.positions import Policy
 from preft.serve.hf_engine import HFEngine
 
 PROMPTS = (
@@ -83,6 +84,7 @@ def check_adapter(
         for entry in hf.unavailable:
             raise entry.error
         tokens = _encode(hf, prompts)
+        _require_adapted(tokens, manifest.positions)
         gap = _logit_gap(hf, tokens)
         done()
         sites = site_deltas(hf, _NAME, adapter, tokens)
@@ -140,6 +142,22 @@ def _encode(hf: HFEngine, prompts: Sequence[str] | None) -> list[Prompt]:
     if not all(encoded):
         raise RequestError("The prompt is empty", accepted="at least one token")
     return encoded
+
+
+def _require_adapted(prompts: Sequence[Prompt], policy: Policy) -> None:
+    """Checks that the policy selects a token of each prompt; else the adapter would look as if it did nothing.
+
+    Raises:
+        RequestError: A prompt is too short.
+    """
+    for prompt in prompts:
+        if not policy.spans(len(prompt)):
+            raise RequestError(
+                f"The prompt is too short: positions `{policy}` select no token of it",
+                got=f"{len(prompt)} token",
+                accepted="at least 2 tokens; each end of the policy takes at most half of a prompt",
+                hint="give a longer `--prompt`",
+            )
 
 
 def _logit_gap(hf: HFEngine, prompts: Sequence[Prompt]) -> LogitGap:

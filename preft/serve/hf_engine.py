@@ -406,11 +406,16 @@ def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def _load_model(folder: Path, dtype: str, device: str | None) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    sources = {"trust_remote_code": False, "local_files_only": True}
     try:
+        config = AutoConfig.from_pretrained(folder, **sources)
+        # Of the attentions that Transformers has on every device, only this one caps scores, as Gemma 2 asks for.
+        caps = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        attention = {"attn_implementation": "eager"} if caps else {}
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, local_files_only=True, use_safetensors=True
+            folder, dtype=dtype, use_safetensors=True, **sources, **attention
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -188,6 +188,42 @@ def test_what_does_not_belong_together_is_an_error(tiny_qwen2: Path, lorap: Path
         check_adapter(adapter, bare, prompts=["hi"])
 
 
+def test_a_prompt_too_short_for_the_policy_is_named(tiny_llama: Path, tmp_path: Path) -> None:
+    """Each end takes at most half a prompt, so of one token none: not a fault of the adapter."""
+    adapter = saved(tmp_path, random_adapter(tiny_llama, seed=1, targets=("q_proj",), positions="f1+l2"))
+    with pytest.raises(RequestError) as caught:
+        check_adapter(adapter, tiny_llama, prompts=["b"])
+    assert "positions `f1+l2` select no token" in str(caught.value)
+    assert "1 token" in str(caught.value)
+    assert check_adapter(adapter, tiny_llama, prompts=["bee and wasp"]).passed
+
+
+def test_capped_attention_scores_are_capped(tmp_path: Path) -> None:
+    """Gemma 2 caps them, which Transformers' default attention leaves out without a word."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers.families import Family, build_family
+
+    family = Family("gemma2", "gemma2.Gemma2DecoderLayer", {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 4})
+    folder = build_family(family, tmp_path / "gemma2")
+    tokens = torch.tensor([[5, 9, 300, 77, 41, 8]])
+    logits = {}
+    for attention in ("eager", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
+        with torch.inference_mode():
+            logits[attention] = model(tokens).logits
+    assert (logits["eager"] - logits["sdpa"]).abs().max() > 0.1
+    with HFEngine(folder) as engine, torch.inference_mode():
+        assert engine.model.config._attn_implementation == "eager"
+        assert torch.equal(engine.model(tokens).logits, logits["eager"])
+    assert _attention_of(build_tiny(tmp_path / "plain")) == "sdpa"
+
+
+def _attention_of(folder: Path) -> str:
+    with HFEngine(folder) as engine:
+        return str(engine.model.config._attn_implementation)
+
+
 def test_stages_are_reported(tiny_llama: Path, lorap: Path) -> None:
     calls: list[Any] = []
 
