@@ -17,7 +17,7 @@ import triton.language as tl
 
 from preft_kernels.segments import TILE_ROWS, PlanBuffer
 from preft_kernels.tables import BlockTables
-from preft_kernels.tuning import BlockDeltaConfig, block_delta_config, padded_rank
+from preft_kernels.tuning import MAX_RANK, BlockDeltaConfig, block_delta_config, padded_rank
 
 
 @triton.jit
@@ -187,6 +187,8 @@ def _require_served(hidden: torch.Tensor, residual: torch.Tensor | None, tables:
         raise ValueError(f"hidden is {tuple(hidden.shape)}, strides {hidden.stride()}; tables are {tables.width} wide")
     if hidden.dtype != tables.down.dtype or hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"hidden is {hidden.dtype}, tables are {tables.down.dtype}")
+    if tables.rank > MAX_RANK:
+        raise ValueError(f"tables are of rank {tables.rank}; ranks up to {MAX_RANK} are served")
     if residual is None:
         return
     if residual.shape != hidden.shape or residual.dtype != hidden.dtype or residual.stride(1) != 1:

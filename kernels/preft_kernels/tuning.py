@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from preft_kernels.segments import TILE_ROWS
 
+MAX_RANK = 128
+"""Largest rank of a table: beyond it the inner products of a tile no longer fit into registers."""
+
 FEW_ROWS = 2048
 """Up to this many tokens in a batch, 32-row tiles would leave multiprocessors idle."""
 

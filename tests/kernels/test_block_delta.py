@@ -71,6 +71,9 @@ def test_what_is_not_served_is_refused() -> None:
         block_delta_(batch.hidden.half(), None, batch.tables, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="residual"):
         block_delta_(batch.hidden, batch.hidden[:3], batch.tables, None)  # type: ignore[arg-type]
+    large = build(Case(64, (129, 4), F32))
+    with pytest.raises(ValueError, match="ranks up to 128"):
+        block_delta_(large.hidden, None, large.tables, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must divide"):
         BlockDeltaConfig(48, 32, 32)
 
