@@ -15,6 +15,7 @@ app = command_app()
 
 SETS = {
     "recipes": ((".yaml", ".jsonl"), "preft train sft sft-lorap.yaml"),
+    "recipes/paper": ((".yaml",), "preft train sft sft-tulu3.yaml"),
     "notebooks": ((".ipynb",), "jupyter lab quickstart.ipynb"),
     "deploy": ("", "edit the names and paths in them"),
 }
@@ -26,12 +27,16 @@ SETS = {
     epilog=examples(
         "preft init my-project",
         "cd my-project && preft train sft sft-lorap.yaml",
+        "preft init my-study --paper",
         "preft init my-notebooks --notebook",
         "preft init my-deployment --deploy",
     ),
 )
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; files that are there stay.")],
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Write recipes after the PreFT paper instead; they need GPUs.")
+    ] = False,
     notebook: Annotated[bool, typer.Option("--notebook", help="Write notebooks instead.")] = False,
     deploy: Annotated[
         bool, typer.Option("--deploy", help="Write files for serving in production instead: systemd, container, proxy.")
@@ -42,9 +47,15 @@ def init(
     """Write recipes to start from, and a small example data set that they train on."""
     from preft.errors import UsageError
 
-    if notebook and deploy:
-        raise UsageError("`--notebook` and `--deploy` cannot be meant together", accepted="one of them")
-    kind = "notebooks" if notebook else "deploy" if deploy else "recipes"
+    asked = {"recipes/paper": paper, "notebooks": notebook, "deploy": deploy}
+    chosen = [name for name, wanted in asked.items() if wanted]
+    if len(chosen) > 1:
+        raise UsageError(
+            "`--paper`, `--notebook` and `--deploy` cannot be meant together",
+            accepted="one of them",
+            got=str(len(chosen)),
+        )
+    kind = chosen[0] if chosen else "recipes"
     session = Session(as_json=as_json, quiet=quiet)
     written = _write(folder, kind)
     if as_json:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from preft.config.grpo import load_grpo_recipe
 from preft.config.schema import flat
 from preft.config.train import load_sft_recipe
 from preft.errors import FileError, UsageError
@@ -33,6 +35,30 @@ def _write(tmp_path: Path, text: str = MINIMAL) -> Path:
     path = tmp_path / "r.yaml"
     path.write_text(text)
     return path
+
+
+PAPER = RECIPES.joinpath("paper")
+PAPER_SETS = sorted(file.name for file in PAPER.iterdir())
+
+
+def test_the_papers_data_sets_have_recipes() -> None:
+    assert PAPER_SETS == [
+        "grpo-gsm8k.yaml", "grpo-math.yaml", "grpo-mbpp.yaml", "sft-longwriter.yaml", "sft-openthoughts.yaml",
+        "sft-tulu3.yaml",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPER_SETS)
+def test_a_recipe_of_the_paper_loads_and_says_where_its_values_come_from(name: str) -> None:
+    text = PAPER.joinpath(name).read_text()
+    assert "NEEDS A GPU" in text
+    load = load_sft_recipe if name.startswith("sft-") else load_grpo_recipe
+    recipe: Any = load(Path(str(PAPER / name))).recipe
+    assert recipe.method == "lorap"
+    assert recipe.train.base_dtype == "bfloat16"
+    for key in ("model", "method", "rank", "train", "max_steps", "learning_rate"):
+        (line,) = [found for found in text.splitlines() if re.match(rf"\s*{key}: \S", found)]
+        assert re.search(r"# \[[^]]+\]", line), line
 
 
 @pytest.mark.parametrize("name", SHIPPED)
