@@ -22,7 +22,8 @@ _STYLE = """
 .texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); gap: 0.75rem 1.5rem; }
 .texts h4 { margin: 0.5rem 0 0.2rem; font-size: 0.85rem; color: var(--soft); }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.92rem; margin: 0; }
-del { background: var(--gone); } ins { background: var(--new); text-decoration: none; border-bottom: 2px solid; }
+del { background: var(--gone); text-decoration: underline dotted; }
+ins { background: var(--new); text-decoration: none; border-bottom: 2px solid; }
 article { border-top: 1px solid var(--line); padding: 0.75rem 0 1.25rem; }
 article h3 { font-size: 1rem; margin: 0; } article:target h3 { color: var(--warn); }
 summary { cursor: pointer; } a { color: inherit; }
@@ -70,7 +71,7 @@ def build_rows_page(report: RowsReport, title: str) -> str:
 
 
 def _metrics(metrics: Sequence[RowMetric]) -> str:
-    titles = ("metric", *ARMS, "difference", "95 % interval", "p (Holm)", "verdict")
+    titles = ("metric", *ARMS, "difference", "95 % interval", "p (Holm)")
     rows = [
         (
             metric.metric,
@@ -81,13 +82,14 @@ def _metrics(metrics: Sequence[RowMetric]) -> str:
             if metric.paired.low is None
             else f"{_number(metric.paired.low, sign=True)} to {_number(metric.paired.high, sign=True)}",
             "none" if metric.adjusted is None else f"{metric.adjusted:.2g}",
-            f"{metric.verdict}: {metric.reason}",
         )
         for metric in metrics
     ]
     head = "".join(f"<th>{_text(title)}</th>" for title in titles)
     body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    verdicts = "".join(f"<li>{metric.metric}: {_text(metric.verdict)}: {_text(metric.reason)}" for metric in metrics)
+    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"{table}<ul>{verdicts}</ul>"
 
 
 def _extremes(rows: Sequence[RowScore]) -> str:

@@ -28,7 +28,6 @@ from preft.data.requests import GenerationRequest, GenerationResult
 from preft.errors import PreftError, UnsupportedError, UsageError
 from preft.eval.arms import BASE, Failure, adapter_of, read_adapters, require_arm
 from preft.eval.ranked import RankedEngine, RankedResult
-from preft.eval.rounds import Job, run_rounds
 from preft.eval.windows import Window, prompt_window, scoring_window
 from preft.models.locate import locate_model
 from preft.serve.settings import EngineSettings
@@ -39,7 +38,7 @@ _UNDERSTOOD = frozenset({"until", "max_gen_toks", "do_sample", "temperature"})
 _WHOLE = {"top_k": (0, -1, None), "top_p": (1, None)}
 """Values of further settings that leave the whole distribution."""
 
-Builder = Callable[[str, str | None], Job]
+Builder = Callable[[str, str | None], GenerationRequest]
 """Makes a request of an id and an adapter's name."""
 
 
@@ -194,9 +193,11 @@ class PreftVLLM(TemplateLM):
         count = int(settings["max_gen_toks"])
         temperature = float(settings.get("temperature") or 0.0) if settings.get("do_sample") else 0.0
 
-        def build(name: str, adapter: str | None) -> Job:
+        def build(name: str, adapter: str | None) -> GenerationRequest:
             tokens = prompt_window(self.tok_encode(prompt), count, self.max_length)
-            return Job(GenerationRequest(name, tokens, adapter, max_tokens=count, temperature=temperature), stops)
+            return GenerationRequest(
+                name, tokens, adapter, max_tokens=count, temperature=temperature, stop=tuple(filter(None, stops))
+            )
 
         return build
 
@@ -208,15 +209,13 @@ class PreftVLLM(TemplateLM):
         """Log-probability of each window's end, and whether greedy decoding would have made it."""
 
         def builder(window: Window) -> Builder:
-            return lambda name, adapter: Job(
-                GenerationRequest(
-                    name,
-                    window.tokens,
-                    adapter,
-                    boundary=window.boundary if adapter is not None else None,
-                    max_tokens=1,
-                    want_prompt_logprobs=True,
-                )
+            return lambda name, adapter: GenerationRequest(
+                name,
+                window.tokens,
+                adapter,
+                boundary=window.boundary if adapter is not None else None,
+                max_tokens=1,
+                want_prompt_logprobs=True,
             )
 
         builders = [
@@ -260,15 +259,15 @@ class PreftVLLM(TemplateLM):
 
     def _run(self, missing: Sequence[tuple[tuple[str, str, int], Builder]]) -> None:
         """Answers requests in one batch, and keeps the answers."""
-        jobs: list[Job] = []
+        requests: list[GenerationRequest] = []
         for index, (place, builder) in enumerate(missing):
             adapter = adapter_of(place[0])
             try:
-                job = builder(f"{index}", adapter)
-                jobs.append(replace(job, request=replace(job.request, seed=self._seed(job.request, place))))
+                request = builder(f"{index}", adapter)
+                requests.append(replace(request, seed=self._seed(request, place)))
             except PreftError as error:
                 self._waiting[place] = GenerationResult(f"{index}", adapter, None, (), 0, error=error.to_dict())
-        for result in run_rounds(self._engine, jobs, self.tok_decode, progress=self._progress):
+        for result in self._engine.generate(requests, progress=self._progress) if requests else ():
             self._waiting[missing[int(result.id)][0]] = result
 
     def _seed(self, request: GenerationRequest, place: tuple[str, str, int]) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from lm_eval.models.huggingface import HFLM
 from preft.data.requests import GenerationRequest
 from preft.errors import UnsupportedError, UsageError
 from preft.eval.models import PreftHFLM, PreftVLLM
-from preft.eval.rounds import Job, run_rounds
 from tests.unit.eval.conftest import ARMS
 from tests.unit.eval.test_hf_model import PAIRS, TOLERANCE, instances
 
@@ -40,7 +38,7 @@ def engine(tiny_llama: Path, adapters: dict[str, Path]) -> Iterator[PreftVLLM]:
         max_num_seqs=16,
         max_num_batched_tokens=48,
         kv_cache_gib=0.25,
-        vllm={"block_size": 32, "skip_tokenizer_init": True},
+        vllm={"block_size": 32},
     )
     yield lm
     lm.close()
@@ -152,30 +150,27 @@ def test_the_base_arm_is_the_harness(engine: PreftVLLM, tiny_llama: Path) -> Non
     engine._waiting.clear()
 
 
-def test_rounds_change_nothing_but_end_at_a_stop(engine: PreftVLLM) -> None:
-    """An output in rounds of two tokens is the output in one go, under every arm."""
-    prompt = tuple(engine.tok_encode("The river near the stone is"))
+def test_an_output_ends_at_a_stop_as_in_the_harness(engine: PreftVLLM, plain: PreftHFLM) -> None:
+    """Under every arm, also where the stop lies inside the text of a token; the tokens after it are not generated."""
+    prompt = "The river near the stone is"
     for arm in EVERY:
-        adapter = None if arm == "base" else arm
-        whole = GenerationRequest("whole", prompt, adapter, max_tokens=21, ignore_eos=True)
-        (expected,) = engine._engine.generate([whole])
-        (found,) = run_rounds(engine._engine, [Job(whole)], engine.tok_decode, first_round=2)
-        assert found.token_ids == expected.token_ids
-        assert found.prompt_token_ids == prompt
-        assert (found.finish_reason, found.boundary) == (expected.finish_reason, expected.boundary)
-        if arm in ("lorap", "direftp"):
-            # Going on with the output as part of the prompt is another request: the boundary is what keeps it right.
-            longer = replace(whole, prompt_token_ids=(*prompt, *expected.token_ids[:10]), max_tokens=11)
-            (wrong,) = engine._engine.generate([longer])
-            assert wrong.token_ids != expected.token_ids[10:]
-        stop = engine.tok_decode(list(expected.token_ids))[:3]
-        (short,) = run_rounds(engine._engine, [Job(whole, (stop,))], engine.tok_decode, first_round=2)
-        assert len(short.token_ids) < 21
-        assert engine.tok_decode(list(short.token_ids)).startswith(stop)
+        engine.use_arm(arm)
+        plain.use_arm(arm)
+        (whole,) = engine.generate_until(instances("generate_until", [(prompt, {"until": [], "max_gen_toks": 21})]))
+        stop = whole.strip()[4:7]
+        assert stop
+        assert whole.index(stop) > 0
+        written = instances("generate_until", [(prompt, {"until": [stop], "max_gen_toks": 21})])
+        (short,) = engine.generate_until(written)
+        assert short == whole[: whole.index(stop)]
+        assert plain.generate_until(written, True) == [short]
+        request = engine._generation(prompt, {"max_gen_toks": 21}, (stop,))("x", None if arm == "base" else arm)
+        (result,) = engine._engine.generate([request])
+        assert len(result.token_ids) < 21
 
 
 def test_sampled_answers_differ_and_come_again(engine: PreftVLLM) -> None:
-    """Each answer to a prompt has a seed of its own, the same in every arm, also across rounds."""
+    """Each answer to a prompt has a seed of its own, the same in every arm."""
     settings = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 1.0, "max_gen_toks": 70, "until": []}
     written = instances("generate_until", [("The river is", settings)] * 3)
     texts = {}
