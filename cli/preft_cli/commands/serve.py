@@ -10,6 +10,28 @@ import typer
 
 from preft_cli.console import Session
 from preft_cli.options import AllowBaseMismatch, NamedAdapters, Quiet, Verbose, command_app, examples
+from preft_cli.serve_options import (
+    AccessLog,
+    AdapterCacheGib,
+    AdapterMetrics,
+    AdapterMetricsLimit,
+    AdminKeyFile,
+    ApiKeyFile,
+    Compiled,
+    Dtype,
+    Host,
+    KeysFile,
+    KvCacheGib,
+    LmHead,
+    MaxModelLen,
+    MaxPushMib,
+    MaxRank,
+    Port,
+    ServedModelName,
+    Slots,
+    StatusPage,
+    Watch,
+)
 
 app = command_app()
 
@@ -32,55 +54,27 @@ def serve(
         Path | None, typer.Option("--adapters", metavar="ROOT", help="Serve every adapter below this folder.")
     ] = None,
     adapter: NamedAdapters = None,
-    slots: Annotated[int, typer.Option("--slots", min=1, help="Adapters that one step may hold.")] = 8,
-    max_rank: Annotated[int, typer.Option("--max-rank", min=1, help="Largest adapter rank accepted.")] = 512,
-    max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", min=1, help="Longest prompt plus output; default: the model's.")
-    ] = None,
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
-    kv_cache_gib: Annotated[float, typer.Option("--kv-cache-gib", help="Size of the KV cache in GiB.")] = 1.0,
-    adapter_cache_gib: Annotated[
-        float, typer.Option("--adapter-cache-gib", help="Host memory for adapters in GiB.")
-    ] = 4.0,
-    lm_head: Annotated[bool, typer.Option("--lm-head", help="Accept adapters with an `lm_head` site.")] = False,
+    slots: Slots = 8,
+    max_rank: MaxRank = 512,
+    max_model_len: MaxModelLen = None,
+    dtype: Dtype = "auto",
+    kv_cache_gib: KvCacheGib = 1.0,
+    adapter_cache_gib: AdapterCacheGib = 4.0,
+    lm_head: LmHead = False,
     allow_base_mismatch: AllowBaseMismatch = False,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the model: a slow first start, then faster steps. CPU only.")
-    ] = False,
-    host: Annotated[str, typer.Option("--host", help="Interface to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option("--served-model-name", help="What clients call the base model; repeatable. Default: its name."),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help="File with the key that clients must present."),
-    ] = None,
-    keys_file: Annotated[
-        Path | None,
-        typer.Option("--keys-file", metavar="FILE", help="JSON of further keys, each with the adapters it may use."),
-    ] = None,
-    admin_key_file: Annotated[
-        Path | None,
-        typer.Option("--admin-key-file", metavar="FILE", help="File with the key for changes of adapters."),
-    ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Take up adapters that change below ROOT.")] = False,
-    max_push_mib: Annotated[
-        int, typer.Option("--max-push-mib", min=1, help="Largest adapter accepted over HTTP, in MiB.")
-    ] = 1024,
-    access_log: Annotated[
-        Path | None, typer.Option("--access-log", metavar="FILE", help="Append a line of JSON for each request.")
-    ] = None,
-    status_page: Annotated[
-        bool, typer.Option("--status-page/--no-status-page", help="Answer `/preft` with a page that shows the server.")
-    ] = True,
-    adapter_metrics: Annotated[
-        bool, typer.Option("--adapter-metrics", help="Count requests and cached tokens by adapter name in `/metrics`.")
-    ] = False,
-    adapter_metrics_limit: Annotated[
-        int, typer.Option("--adapter-metrics-limit", min=1, help="Names counted so at most; the rest are `other`.")
-    ] = 100,
+    compiled: Compiled = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    served_model_name: ServedModelName = None,
+    api_key_file: ApiKeyFile = None,
+    keys_file: KeysFile = None,
+    admin_key_file: AdminKeyFile = None,
+    watch: Watch = False,
+    max_push_mib: MaxPushMib = 1024,
+    access_log: AccessLog = None,
+    status_page: StatusPage = True,
+    adapter_metrics: AdapterMetrics = False,
+    adapter_metrics_limit: AdapterMetricsLimit = 100,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
