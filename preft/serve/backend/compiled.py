@@ -15,6 +15,7 @@ import torch
 from torch.library import Library, infer_schema
 
 from preft.errors import EngineError, UnsupportedError
+from preft.serve.backend import guard
 from preft.serve.backend.decoder_layers import Residual
 from preft.serve.backend.sites import BlockSite, LinearSite, StepState
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
 
+_SEAMS = {
+    "vllm.compilation.caching:aot_compile_hash_factors": ("vllm_config",),
+    "vllm.compilation.decorators:_model_hash_key": ("fn",),
+    "vllm.compilation.decorators:_verify_source_unchanged": ("source_info", "vllm_config"),
+    "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.aot_compile": ("self", "args", "kwargs"),
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.warming_up_model": ("self",),
+}
 _bound: list[StepState] = []
 
 
@@ -77,10 +85,11 @@ def restore_compilation(config: VllmConfig) -> None:
 
     Raises:
         UnsupportedError: The engine was set to eager, has several ranks, or no C++ compiler is found.
-        EngineError: vLLM left something else than what it compiles with on CPUs.
+        EngineError: vLLM left something else than what it compiles with on CPUs, or its private functions have changed.
     """
     from vllm.config import CompilationMode
 
+    guard.require_signatures(_SEAMS)
     compilation = config.compilation_config
     if config.model_config.enforce_eager:
         raise UnsupportedError(
