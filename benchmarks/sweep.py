@@ -1,12 +1,13 @@
-"""What 1, 8, 64 and 512 adapters cost on this machine, in one run of about half an hour on two quiet cores.
+"""What 1, 8, 64 and 512 adapters cost on this machine, in one run of 35 minutes on two quiet cores.
 
     python benchmarks/sweep.py --out out/sweep
 
 SmolLM2-135M in bf16, eager: base, LoRAP, DiReFTP, all-token LoRA on this engine and stock vLLM's multi-LoRA, and the
-compiled base beside them. 64 requests of 128 + 128 tokens up to 64 adapters; 512 requests of 64 + 32 with 512, since
-longer ones take hours. An arm that does not end within --arm-limit-s is stopped, and the report says so: all-token
-arms at 512 adapters may. Writes one result over both calls, with a page and `tables.md`; `benchmarks/calibration.py`
-and `preft plan --calibrate` read it. The adapters of 10 MB take 17 GB of disk, and minutes to make the first time.
+compiled base, with compiled LoRAP and DiReFTP at 64, beside them. 64 requests of 128 + 128 tokens up to 64 adapters;
+512 requests of 64 + 32 with 512, since longer ones take hours. An arm that does not end within --arm-limit-s is
+stopped, and the report says so: all-token arms at 512 adapters may. Writes one result over all calls, with a page and
+`tables.md`; `benchmarks/calibration.py` and `preft plan --calibrate` read it. The adapters of 10 MB take 17 GB of disk,
+and minutes to make the first time. `--only` makes one of the calls, and joins what is there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from preft.bench.page import LATENCY_COLUMNS, SPEED_COLUMNS, share_text
 from preft.bench.report import join_results
+from preft.bench.rows import ROWS_NAME
 from preft.bench.summary import with_targets
 
 ARMS = "base,base-compiled,stock-lora,lora,lorap,direftp"
@@ -28,6 +30,15 @@ CALLS: dict[str, dict[str, str]] = {
     "small": {
         "--arms": ARMS,
         "--adapters": "1,8,64",
+        "--slots": "64",
+        "--requests": "64",
+        "--input-len": "128",
+        "--output-len": "128",
+        "--arm-limit-s": "420",
+    },
+    "compiled": {
+        "--arms": "lorap-compiled,direftp-compiled",
+        "--adapters": "64",
         "--slots": "64",
         "--requests": "64",
         "--input-len": "128",
@@ -44,7 +55,7 @@ CALLS: dict[str, dict[str, str]] = {
         "--arm-limit-s": "300",
     },
 }
-"""The two calls of `preft bench throughput`."""
+"""The calls of `preft bench throughput`."""
 TARGETS = {("lorap", 64): 0.90, ("direftp", 64): 0.95}
 """Least ratio to eager base, by arm and adapters."""
 
@@ -98,14 +109,14 @@ def main() -> None:
     )
     options = parser.parse_args()
     changes = dict(text.split("=", 1) for text in options.set)
-    results, status = [], 0
+    status = 0
     for name in [options.only] if options.only else list(CALLS):
         arguments = command(name, options.model, options.out, options.repeats, changes)
         done = subprocess.run([sys.executable, "-m", "preft_cli", *arguments], check=False)
         if done.returncode not in (0, 1):
             raise SystemExit(done.returncode)
         status = max(status, done.returncode)
-        results.append(options.out / name)
+    results = [options.out / name for name in CALLS if (options.out / name / ROWS_NAME).exists()]
     report = join_results(results, options.out)
     parts = ["# What adapters cost, by their number", *(f"- {note}" for note in report.notes)]
     parts += ["## Targets", *verdicts(report.entries)]

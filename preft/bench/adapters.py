@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from preft.adapters.store import atomic_folder, save_adapter
 from preft.bench.facts import ALL, lora_modules
 from preft.bench.given import given_adapters
-from preft.bench.spec import ADAPTED, BenchSpec
+from preft.bench.spec import BenchSpec
 from preft.config.progress import Progress, stage
 from preft.models.structure import ModelStructure
 
@@ -48,7 +48,7 @@ def make_adapters(spec: BenchSpec, model: Path, *, progress: Progress | None = N
     base, structure = fingerprint_base(model), read_structure(model)
     weights = json.dumps(base.weights, sort_keys=True)
     name = f"{base.architecture_sha256[:8]}{_short_hash(weights)}"
-    count, kinds = max(spec.adapters), [arm for arm in ADAPTED if arm in spec.arms and arm not in spec.given]
+    count, kinds = max(spec.adapters), [arm for arm in spec.adapted if arm not in spec.given]
     found: AdapterPaths = {
         (arm, ranks): paths for arm in spec.given for paths in [given_adapters(spec, arm)] for ranks in spec.ranks
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from preft.bench.facts import is_compiled
 from preft.bench.job import ArmJob
 from preft.bench.measure import Delivered
 from preft.data.requests import GenerationRequest
@@ -115,7 +116,7 @@ def open_arm(job: ArmJob) -> StockStepper | PreftStepper:
             max_model_len=job.input_len + job.output_len,
             max_num_seqs=job.max_num_seqs,
             kv_cache_gib=job.kv_cache_gib,
-            eager=job.mode == "eager" and job.arm != "base-compiled",
+            eager=job.mode == "eager" and not is_compiled(job.arm),
             tp=job.tp,
         )
         return StockStepper(StockEngine(Path(job.model), settings))
@@ -126,7 +127,7 @@ def open_arm(job: ArmJob) -> StockStepper | PreftStepper:
         max_num_seqs=job.max_num_seqs,
         kv_cache_gib=job.kv_cache_gib,
         adapter_cache_gib=job.adapter_cache_gib,
-        compiled=job.mode != "eager",
+        compiled=job.mode != "eager" or is_compiled(job.arm),
         vllm={
             "skip_tokenizer_init": True,
             **({"tensor_parallel_size": job.tp} if job.tp > 1 else {}),

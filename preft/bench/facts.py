@@ -14,9 +14,20 @@ from typing import Any
 from preft.errors import UnsupportedError, UsageError
 from preft.models.structure import ModelStructure, ModuleInfo, ModuleKind
 
-UNADAPTED = ("base", "base-compiled", "base-preft")
+UNADAPTED = ("base", "base-compiled", "base-preft", "base-preft-compiled")
 """Arms whose requests name no adapter: stock vLLM, the same compiled whatever the mode, and preft's own engine."""
 ALL, ATTENTION = "all", "attention"
+_COMPILED = "-compiled"
+
+
+def plain_arm(arm: str) -> str:
+    """The arm of our engine that a compiled one is the compiled form of; any other arm itself."""
+    return arm if arm == "base-compiled" else arm.removesuffix(_COMPILED)
+
+
+def is_compiled(arm: str) -> bool:
+    """Whether an arm compiles the model whatever the mode."""
+    return arm.endswith(_COMPILED)
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class ModelFacts:
         """Bytes of one adapter in bfloat16; of a mean one at a mean rank."""
         if arm in UNADAPTED:
             return 0
-        if arm == "direftp":
+        if plain_arm(arm) == "direftp":
             return 2 * direft_rank * (2 * self.hidden_size + 1) * self.num_blocks
         return int(2 * rank * self.linear_widths)
 

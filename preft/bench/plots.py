@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from preft.bench.facts import plain_arm
 from preft.errors import FileError, UnsupportedError
 
 LOOKS = {
@@ -19,6 +20,13 @@ LOOKS = {
     "lorap": ("#2563eb", "-"),
     "direftp": ("#059669", "-"),
 }
+
+
+def look_of(kind: str) -> tuple[str, str]:
+    """Colour and line of an arm; a compiled one is dashed and dotted."""
+    return LOOKS[kind] if kind in LOOKS else (LOOKS[plain_arm(kind)][0], "-.")
+
+
 Draw = Callable[[Any], Any]
 """Draws with pyplot and returns the figure."""
 INK = "#0a0b0c"
@@ -129,7 +137,7 @@ def _figure(measured: Sequence[dict[str, Any]], pyplot: Any) -> Any:
 def _bars(panel: Any, entries: Sequence[dict[str, Any]]) -> None:
     for place, entry in enumerate(entries):
         speed = entry["output_tokens_per_s"]
-        colour = LOOKS[entry["kind"]][0]
+        colour = look_of(entry["kind"])[0]
         panel.bar(place, speed["median"], color=colour, alpha=0.85, yerr=_reach(speed), ecolor=INK, capsize=3)
     panel.set_xticks(range(len(entries)), [entry["arm"] for entry in entries], rotation=20)
 
@@ -137,7 +145,7 @@ def _bars(panel: Any, entries: Sequence[dict[str, Any]]) -> None:
 def _lines(panel: Any, entries: Sequence[dict[str, Any]], counts: Sequence[int]) -> None:
     for arm in dict.fromkeys(entry["arm"] for entry in entries):
         points = sorted((entry for entry in entries if entry["arm"] == arm), key=lambda entry: entry["adapters"])
-        colour, style = LOOKS[points[0]["kind"]]
+        colour, style = look_of(points[0]["kind"])
         speeds = [point["output_tokens_per_s"] for point in points]
         reach = [[_reach(speed)[side][0] for speed in speeds] for side in (0, 1)]
         panel.errorbar(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from preft.bench.adapters import AdapterPaths, make_adapters
-from preft.bench.facts import UNADAPTED, ModelFacts, machine_facts
+from preft.bench.facts import UNADAPTED, ModelFacts, machine_facts, plain_arm
 from preft.bench.given import given_rank
 from preft.bench.job import ArmJob
 from preft.bench.process import ARM_COMMAND, TIME_LIMIT, run_arm
@@ -129,10 +129,11 @@ def make_job(
 ) -> ArmJob:
     """What one process of one arm is told."""
     arm = spec.labels[label]
-    own = paths.get((arm, point.ranks), [])[: point.adapters]
-    rank = spec.direft_rank if arm == "direftp" else max(point.ranks)
-    if arm in spec.given:
-        rank = given_rank(arm, own)
+    plain = plain_arm(arm)
+    own = paths.get((plain, point.ranks), [])[: point.adapters]
+    rank = spec.direft_rank if plain == "direftp" else max(point.ranks)
+    if plain in spec.given:
+        rank = given_rank(plain, own)
     held = facts.adapter_bytes(arm, rank, rank) * point.adapters
     requests = spec.requests_at(point.adapters)
     return ArmJob(

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preft.bench.facts import ALL, UNADAPTED, ModelFacts
+from preft.bench.facts import ALL, ModelFacts, plain_arm
 from preft.bench.workload import Popularity
 from preft.errors import FileError, UsageError
 
 DEFAULT_ARMS = ("base", "stock-lora", "lora", "lorap", "direftp")
-ARMS = (*DEFAULT_ARMS, "base-compiled", "base-preft")
+OWN_ARMS = ("base-preft", "lora", "lorap", "direftp")
+ARMS = (*DEFAULT_ARMS, "base-compiled", "base-preft", *(f"{arm}-compiled" for arm in OWN_ARMS))
 ADAPTED = ("stock-lora", "lora", "lorap", "direftp")
 MODES = ("eager", "default")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -134,7 +135,7 @@ class BenchSpec:
             raise UsageError("`--arms` is not valid", got=_joined(unknown) or "none", accepted=", ".join(ARMS))
         for name, chosen, choices in (
             ("once", tuple(self.once), tuple(self.labels)),
-            ("given", tuple(self.given), tuple(arm for arm in ADAPTED if arm in self.arms)),
+            ("given", tuple(self.given), self.adapted),
         ):
             wrong = [value for value in chosen if value not in choices]
             if wrong:
@@ -164,6 +165,12 @@ class BenchSpec:
     def most_requests(self) -> int:
         """Requests of the largest run."""
         return max(self.requests_at(adapters) for adapters in self.adapters)
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Arms that need adapters of their own; a compiled arm takes those of the plain one."""
+        plain = {plain_arm(arm) for arm in self.arms}
+        return tuple(arm for arm in ADAPTED if arm in plain)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -205,7 +212,7 @@ def require_fitting(spec: BenchSpec, facts: ModelFacts, *, memory_bytes: int, di
             got=f"{length} tokens",
             accepted=f"--input-len and --output-len of at most {facts.max_length} together",
         )
-    kinds = [arm for arm in dict.fromkeys(spec.arms) if arm not in UNADAPTED]
+    kinds = spec.adapted
     most = max(spec.adapters)
     sizes = {
         arm: max(facts.adapter_bytes(arm, _mean(ranks), spec.direft_rank) for ranks in spec.ranks) for arm in kinds

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from preft.bench.plots import look_of
 from preft.bench.process import ARM_COMMAND, run_arm
 from preft.bench.rows import ROWS_NAME, read_rows
 from preft.bench.runner import COMPLETE, FAILED, INTERRUPTED, make_job
@@ -79,6 +80,18 @@ def test_mixed_ranks_are_one_point(tmp_path: Path) -> None:
     assert {row["lora_rank"] for row in rows} == {8, "8+64"}
     assert all(row["ratio_to_base"] == pytest.approx(0.9) for row in rows if row["arm"] == "lorap")
     assert rows[0]["setup"]["ranks"] == [8, "8+64"]
+
+
+def test_a_compiled_arm_has_the_adapters_of_the_plain_one(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, arms=("base-compiled", "base-preft-compiled", "lorap-compiled", "direftp-compiled"))
+    assert spec.adapted == ("lorap", "direftp")
+    paths = fake_adapters(spec_of(tmp_path, arms=spec.adapted), Path("m"))
+    jobs = {arm: make_job(spec, Path("m"), FACTS, arm, 0, Point(2, (16,)), paths) for arm in spec.arms}
+    assert jobs["lorap-compiled"].adapter_paths == ("lorap-16-0", "lorap-16-1")
+    assert jobs["direftp-compiled"].rank == 8
+    assert jobs["base-preft-compiled"].adapter_paths == jobs["base-compiled"].adapter_paths == ()
+    assert FACTS.adapter_bytes("lorap-compiled", 16, 8) == FACTS.adapter_bytes("lorap", 16, 8) > 0
+    assert look_of("lorap-compiled") == (look_of("lorap")[0], "-.")
 
 
 def test_requests_follow_the_adapters(tmp_path: Path) -> None:

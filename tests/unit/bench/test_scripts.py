@@ -29,8 +29,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_sweeps_calls(asked: list[Any], tmp_path: Path) -> None:
     for name in sweep.CALLS:
         assert run(sweep.command(name, "a-model", tmp_path, 1, {})) == 0
-    assert [spec.adapters for spec in asked] == [(1, 8, 64), (512,)]
-    assert all({"base", "stock-lora", "lora", "lorap", "direftp"} <= set(spec.arms) for spec in asked)
+    assert [spec.adapters for spec in asked] == [(1, 8, 64), (64,), (512,)]
+    assert all({"base", "stock-lora", "lora", "lorap", "direftp"} <= set(spec.arms) for spec in (asked[0], asked[2]))
+    assert (asked[0].input_len, asked[0].output_len) == (asked[1].input_len, asked[1].output_len)  # one point, joined
     assert all(spec.requests_at(max(spec.adapters)) >= max(spec.adapters) for spec in asked)
     assert asked[0].generated == asked[1].generated
     assert asked[0].share_base

@@ -87,7 +87,7 @@ def test_the_call_is_one_that_bench_accepts(tiny_llama: Path, tmp_path: Path, mo
     monkeypatch.setattr(bench, "run_throughput", lambda spec, session: asked.append(spec) or 0)
     flags = [part for option in CALL.items() for part in option]
     assert run(["bench", "throughput", str(tiny_llama), "--out", str(tmp_path), *flags]) == 0
-    assert asked[0].once == ("lora", "base-compiled")
+    assert asked[0].once == ("lora", "base-compiled", "lorap-compiled")
     assert asked[0].points[0].adapters == 64
 
 
