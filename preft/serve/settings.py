@@ -109,10 +109,16 @@ class EngineSettings:
         from preft.serve.backend import guard
         from preft.serve.backend.options import BackendOptions
 
+        on_gpu, max_rank = guard.gpu_build() is not None, self.max_rank
+        if on_gpu and max_rank == MAX_RANK:
+            # The default asks for no limit, which costs nothing on CPU and device memory for each slot on GPUs.
+            from preft_kernels import tuning
+
+            max_rank = tuning.MAX_RANK
         options = BackendOptions(
             version=__version__,
             slots=self.slots,
-            max_rank=self.max_rank,
+            max_rank=max_rank,
             cache_bytes=int(self.adapter_cache_gib * GIB),
             patience_s=self.patience_s,
             lm_head=self.lm_head,
@@ -138,10 +144,10 @@ class EngineSettings:
             "worker_cls": guard.worker_class(),
             "additional_config": options.to_config(),
         }
-        if guard.gpu_build() is not None:
+        if on_gpu:
             from preft.serve.gpu.settings import CODE_KEY, code_hash, gpu_arguments
 
-            arguments |= gpu_arguments(self.slots, self.max_rank)
+            arguments |= gpu_arguments(self.slots, max_rank)
             arguments["additional_config"][CODE_KEY] = code_hash()
         return {**{key: value for key, value in arguments.items() if value is not None}, **self.vllm}
 

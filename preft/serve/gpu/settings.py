@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from preft.errors import UsageError
+from preft_kernels.tuning import MAX_RANK
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM allocates its stacks for; a smaller adapter is padded."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128)
+"""Ranks that vLLM allocates its stacks for, up to the kernels' largest; a smaller adapter is padded."""
 
 CODE_KEY = "preft_code"
 
@@ -22,11 +23,16 @@ def gpu_arguments(slots: int, max_rank: int) -> dict[str, Any]:
         max_rank: Largest rank accepted.
 
     Raises:
-        UsageError: vLLM has no stacks of this rank.
+        UsageError: The kernels do not serve this rank.
     """
     rank = next((rank for rank in LORA_RANKS if rank >= max_rank), None)
     if rank is None:
-        raise UsageError("vLLM has no LoRA stacks of this rank", got=str(max_rank), accepted=f"up to {LORA_RANKS[-1]}")
+        raise UsageError(
+            "Adapters of this rank are not served on GPUs",
+            got=str(max_rank),
+            accepted=f"up to {MAX_RANK}",
+            hint="set `--max-rank` to the largest rank in use: every slot takes device memory for it",
+        )
     return {"max_loras": slots, "max_lora_rank": rank, "max_cpu_loras": slots, "enforce_eager": False}
 
 

@@ -104,14 +104,30 @@ class _Late(AsyncModelRunnerOutput):  # type: ignore[misc]
 
 def test_stacks_of_a_rank_that_vllm_has() -> None:
     assert settings.gpu_arguments(8, 9)["max_lora_rank"] == 16
-    assert settings.gpu_arguments(8, 512) == {
+    assert settings.gpu_arguments(8, 128) == {
         "max_loras": 8,
-        "max_lora_rank": 512,
+        "max_lora_rank": 128,
         "max_cpu_loras": 8,
         "enforce_eager": False,
     }
-    with pytest.raises(UsageError, match="513"):
-        settings.gpu_arguments(8, 513)
+    with pytest.raises(UsageError, match="up to 128"):
+        settings.gpu_arguments(8, 129)
+
+
+def test_settings_choose_the_worker_and_key_the_compile_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    from preft.serve.settings import EngineSettings
+
+    chosen = EngineSettings(slots=3, max_rank=20)
+    on_cpu = chosen.engine_arguments("model")
+    assert (on_cpu["worker_cls"], set(on_cpu["additional_config"])) == (guard.CPU_WORKER_CLASS, {"preft"})
+    monkeypatch.setattr(guard, "gpu_build", lambda: "`vllm` 0.32.0")
+    on_gpu = chosen.engine_arguments("model")
+    assert (on_gpu["worker_cls"], on_gpu["max_lora_rank"]) == (guard.GPU_WORKER_CLASS, 32)
+    assert on_gpu["additional_config"][settings.CODE_KEY] == settings.code_hash()
+    unlimited = EngineSettings().engine_arguments("model")
+    assert (unlimited["max_lora_rank"], unlimited["additional_config"]["preft"]["max_rank"]) == (128, 128)
+    with pytest.raises(UsageError, match="up to 128"):
+        EngineSettings(max_rank=200).engine_arguments("model")
 
 
 def test_the_code_is_part_of_vllms_compile_key(monkeypatch: pytest.MonkeyPatch) -> None:
