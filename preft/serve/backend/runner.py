@@ -39,6 +39,7 @@ class PreftCPUModelRunner(CPUModelRunner):
     vllm_config: VllmConfig
     preft_tier: HostTier
     preft_stamps: dict[str, RequestStamp]
+    preft_set_aside: dict[int, torch.Generator]
     preft_num_steps: int
     preft_num_adapted_steps: int
     preft_num_adapted_tokens: int
@@ -46,6 +47,7 @@ class PreftCPUModelRunner(CPUModelRunner):
     def preft_init(self) -> None:
         """Sets what the swapped class adds."""
         self.preft_stamps = {}
+        self.preft_set_aside = {}
         self.preft_num_steps = self.preft_num_adapted_steps = self.preft_num_adapted_tokens = 0
 
     @property
@@ -131,6 +133,25 @@ class PreftCPUModelRunner(CPUModelRunner):
             return
         digests = {stamp.adapter_id: stamp.digest for stamp in self.preft_stamps.values()}
         state.active = {slot: self.preft_tier.get(digests[slot]) for slot in rows.adapter_ids}
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Samples, without the generators of requests whose prompt is not computed to its end.
+
+        What is sampled for them is thrown away, and vLLM then turns their generators back, which a generator of a CPU
+        cannot do: one request with a seed and a prompt of several chunks would end the engine.
+        """
+        generators = self.input_batch.generators
+        unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
+        self.preft_set_aside = {row: generators.pop(row) for row in unfinished if row in generators}
+        return super()._sample(*args, **kwargs)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Puts the generators back that sampling went without."""
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators.update(self.preft_set_aside)
+            self.preft_set_aside = {}
 
     def _get_prompt_logprobs_dict(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
