@@ -73,7 +73,7 @@ def scan_root(root: Path | str) -> dict[str, Path]:
             hint=f"name its parent, or this one alone: `--adapter NAME={root}`",
         )
     try:
-        real_root = root.resolve(strict=True)
+        root.resolve(strict=True)
         # Hidden ones are what a write that was cut short has left.
         folders = sorted(entry for entry in root.iterdir() if _is_adapter(entry) and not entry.name.startswith("."))
     except OSError as error:
@@ -81,8 +81,7 @@ def scan_root(root: Path | str) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in folders:
         name = require_name(folder.name)
-        if not is_inside(folder, real_root):
-            raise FileError(f"The adapter folder `{folder}` is a link that leaves the root `{root}`")
+        require_inside(folder, root)
         require_no_twin(name, found)
         found[name] = folder
     return found
@@ -101,6 +100,16 @@ def require_no_twin(name: str, others: Iterable[str]) -> None:
 
 def _is_adapter(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MANIFEST_NAME, _PEFT_CONFIG))
+
+
+def require_inside(folder: Path, root: Path) -> None:
+    """Refuses a folder that lies elsewhere, whatever its path says.
+
+    Raises:
+        FileError: It is a link that leaves the root.
+    """
+    if not is_inside(folder, root):
+        raise FileError(f"The adapter folder `{folder}` is a link that leaves the root `{root}`")
 
 
 def is_inside(path: Path, root: Path) -> bool:

@@ -87,9 +87,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(
-    model: Path, root: Path, folder: Path, *options: str, api_key: bool = True, **variables: str
-) -> Iterator[Server]:
+def running_server(model: Path, root: Path, folder: Path, *options: str, max_model_len: int = 400) -> Iterator[Server]:
     """Starts `preft serve` on a free port and waits until it says that it is ready.
 
     Args:
@@ -97,18 +95,16 @@ def running_server(
         root: Of the adapters.
         folder: For its key and its log.
         options: More of them.
-        api_key: Give it `KEY`.
-        variables: More of its environment.
+        max_model_len: Longest prompt plus output.
     """
     (folder / "key").write_text(KEY)
     log = folder / "stderr"
     command = [sys.executable, "-m", "preft_cli", "serve", str(model), "--adapters", str(root)]
-    command += ["--port", "0", "--dtype", "float32", "--slots", "2", *options]
-    command += ["--api-key-file", str(folder / "key")] if api_key else []
-    command += ["--max-model-len", "400", "--kv-cache-gib", "0.25", "--served-model-name", "base"]
+    command += ["--port", "0", "--api-key-file", str(folder / "key"), "--dtype", "float32", "--slots", "2", *options]
+    command += ["--max-model-len", str(max_model_len), "--kv-cache-gib", "0.25", "--served-model-name", "base"]
     command += ["--served-model-name", "alias", "--", "--block-size", str(BLOCK)]
     command += ["--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK)]
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_LOGGING_LEVEL"} | variables
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_LOGGING_LEVEL"}
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment)
     server = Server(process, 0, log)

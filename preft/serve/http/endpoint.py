@@ -33,7 +33,7 @@ from preft.serve.http.notes import Notes, current_note
 from preft.serve.http.operations import Operations
 from preft.serve.http.outputs import observe_outputs
 from preft.serve.http.plan import ServePlan, take_plan
-from preft.serve.http.watch import Watch
+from preft.serve.http.watch import Signature, Watch, sign
 from preft.serve.registry import AdapterRegistry, Registered
 from preft.serve.settings import GIB, EngineSettings
 
@@ -130,6 +130,7 @@ class PreftEndpoints:
             raise EngineError("vLLM holds LoRA adapters that preft did not register")
         root = Path(plan.root) if plan.root is not None else None
         redact = Redactor(plan.adapters, root)
+        signatures = await asyncio.to_thread(_signatures, plan)
         registry = await asyncio.to_thread(_register, plan, options, Path(engine_client.model_config.model))
         names = AdapterNames(registry, models.is_base_model, redact)
         models.lora_requests = names
@@ -154,8 +155,8 @@ class PreftEndpoints:
             engine_client.model_config.max_model_len,
         )
         if plan.watch and root is not None:
-            fixed = frozenset(name for name, path in plan.adapters.items() if Path(path).parent != root)
-            state.preft_watch = asyncio.create_task(Watch(operations, root, fixed).run())
+            fixed = frozenset(plan.adapters) - frozenset(signatures)
+            state.preft_watch = asyncio.create_task(Watch(operations, root, fixed, signatures).run())
 
 
 def require_canaries(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -189,6 +190,11 @@ def _register(plan: ServePlan, options: BackendOptions, folder: Path) -> Adapter
     registry = AdapterRegistry(fingerprint_base(folder, model=plan.model), settings, reserved=plan.names)
     registry.register_all({name: Path(path) for name, path in plan.adapters.items()})
     return registry
+
+
+def _signatures(plan: ServePlan) -> dict[str, Signature]:
+    """Of the adapters that come from the watched folder."""
+    return {name: sign(Path(path)) for name, path in plan.adapters.items() if str(Path(path).parent) == plan.root}
 
 
 def _require_arguments(args: Namespace, plan: ServePlan) -> None:

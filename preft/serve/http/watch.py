@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preft.adapters.catalog import scan_root
+from preft.adapters.catalog import require_inside, require_no_twin
 from preft.adapters.manifest import MANIFEST_NAME, TENSORS_NAME
 from preft.errors import PreftError, UnknownAdapterError
 from preft.serve.registry import Registered, Unavailable
@@ -33,13 +34,17 @@ class Watch:
         operations: What may be done to the adapters.
         root: The folder.
         fixed: Names that do not come from it.
+        seen: Signatures of the adapters that are registered, taken before they were read.
     """
 
-    def __init__(self, operations: Operations, root: Path, fixed: frozenset[str]) -> None:
+    def __init__(
+        self, operations: Operations, root: Path, fixed: frozenset[str], seen: Mapping[str, Signature]
+    ) -> None:
         self._operations = operations
         self._root = root
         self._fixed = fixed
-        self._seen: dict[str, Signature] = {name: sign(folder) for name, folder in self._scan().items()}
+        self._seen = dict(seen)
+        self._refused: set[str] = set()
         operations.on_write = self._note_write
 
     async def run(self) -> None:
@@ -57,6 +62,8 @@ class Watch:
     async def look(self) -> None:
         """Takes up what has changed since the last look."""
         found = await asyncio.to_thread(self._scan)
+        if found is None:
+            return
         for name in sorted(set(self._seen) - set(found)):
             del self._seen[name]
             await self._remove(name)
@@ -70,12 +77,27 @@ class Watch:
         """What the server itself wrote is served already, and must not come back once it is unloaded."""
         self._seen[name] = sign(folder)
 
-    def _scan(self) -> dict[str, Path]:
+    def _scan(self) -> dict[str, Path] | None:
+        """The folder's adapters; None where it cannot be read, which is no reason to forget any."""
         try:
-            return {name: folder for name, folder in scan_root(self._root).items() if name not in self._fixed}
-        except PreftError as error:
-            logger.warning("The watched folder cannot be read: %s", error)
-            return {}
+            entries = sorted(entry for entry in self._root.iterdir() if (entry / MANIFEST_NAME).exists())
+        except OSError as error:
+            logger.warning("The watched folder cannot be read: %s", error.strerror)
+            return None
+        found: dict[str, Path] = {}
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in self._fixed:
+                continue
+            try:
+                self._operations.registry.require_name(entry.name)
+                require_no_twin(entry.name, found)
+                require_inside(entry, self._root)
+                found[entry.name] = entry
+            except PreftError as error:
+                if entry.name not in self._refused:
+                    logger.warning("A folder among the adapters is left alone: %s", error)
+                self._refused.add(entry.name)
+        return found
 
     async def _take_up(self, name: str) -> None:
         registry = self._operations.registry

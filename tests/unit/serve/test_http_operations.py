@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from preft.adapters import store
 from preft.adapters.adapter import Adapter
@@ -19,42 +20,13 @@ from preft.adapters.store import adapter_to_bytes, save_adapter
 from preft.errors import AdapterError, EngineError, FileError, PreftError
 from preft.serve.backend.push import HeldAdapters
 from preft.serve.backend.sites import PackedAdapter
-from preft.serve.http.admin import error_response
+from preft.serve.http.admin import add_adapter, error_response, put_adapter, remove_adapter
 from preft.serve.http.notes import Note, Notes
-from preft.serve.http.operations import InUseError, NameTakenError, Operations, Upload
+from preft.serve.http.operations import InUseError, NameTakenError, Operations
 from preft.serve.registry import AdapterRegistry, Registered
 from preft.serve.settings import EngineSettings
+from tests.helpers.fake_engine import FakeEngine, upload
 from tests.helpers.tiny import random_adapter
-
-
-class FakeEngine:
-    """Two ranks with the real host memory for pushes, and no model."""
-
-    def __init__(self) -> None:
-        self.ranks = [HeldAdapters(ThreadPoolExecutor(1), self._pack, 1 << 30) for _ in range(2)]
-        self.output_processor = SimpleNamespace(request_states={})
-        self.refuse: Callable[[int], Exception | None] = lambda _rank: None
-        self.packed = 0
-
-    def _pack(self, adapter: Adapter) -> PackedAdapter:
-        self.packed += 1
-        error = self.refuse(self.packed)
-        if error is not None:
-            raise error
-        return PackedAdapter(adapter.digest, (), adapter.num_bytes)
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        calls = {
-            "preft_push": lambda rank: rank.push(*args),
-            "preft_pushed": lambda rank: rank.pushed(args[0], wait=args[1]),
-            "preft_release": lambda rank: rank.release(*args),
-            "preft_hold": lambda _rank: {},
-            "preft_failure": lambda _rank: "gone",
-        }
-        return [calls[method](rank) for rank in self.ranks]
-
-    def held(self) -> list[int]:
-        return [rank.num_adapters for rank in self.ranks]
 
 
 @pytest.fixture
@@ -93,10 +65,6 @@ def run(*steps: Coroutine[Any, Any, Any]) -> list[Any]:
         return done
 
     return asyncio.run(all_of())
-
-
-def upload(adapter: Adapter) -> Upload:
-    return Upload(*adapter_to_bytes(adapter))
 
 
 def names(operations: Operations) -> list[str]:
@@ -244,3 +212,24 @@ def test_held_adapters_have_their_own_budget(adapter: Adapter, other: Adapter) -
     assert held.take_released() == [adapter.digest]
     assert held.take_released() == []
     assert (held.num_adapters, held.num_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("route", [add_adapter, put_adapter, remove_adapter])
+@pytest.mark.parametrize(
+    ("configured", "given", "status"),
+    [(None, None, 403), (None, "", 403), ("secret", None, 401), ("secret", "", 401), ("secret", "Secret", 401)],
+)
+def test_no_change_without_the_admins_key(
+    route: Callable[[Request], Any], configured: str | None, given: str | None, status: int
+) -> None:
+    front = SimpleNamespace(plan=SimpleNamespace(admin_key=configured))
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/preft/adapters",
+        "headers": [(b"x-preft-admin-key", given.encode())] if given is not None else [],
+        "app": SimpleNamespace(state=SimpleNamespace(preft=front)),
+    }
+    answer = asyncio.run(route(Request(scope)))
+    assert answer.status_code == status
+    assert (b"without an admin key" if status == 403 else b"missing or wrong") in answer.body
