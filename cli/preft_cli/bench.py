@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from preft.bench.compare import Comparison
 from preft.bench.facts import available_memory, read_facts, room_for_adapters
-from preft.bench.page import LATENCY_COLUMNS, SPEED_COLUMNS
+from preft.bench.page import LATENCY_COLUMNS, SPEED_COLUMNS, shown_columns
 from preft.bench.plots import require_matplotlib
 from preft.bench.report import write_report
 from preft.bench.runner import COMPLETE, INTERRUPTED, run_bench
@@ -120,6 +120,7 @@ def _report(session: Session, outcome: Outcome, entries: Sequence[dict[str, Any]
 
 def column_table(columns: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> Any:
     """A table of titles and cells, such as `preft.bench.page.SPEED_COLUMNS`."""
+    columns = shown_columns(columns, entries)
     rows = [[cell(entry) for cell in columns.values()] for entry in entries]
     return table(list(columns), rows, numeric=[title for title in columns if title != "arm"])
 

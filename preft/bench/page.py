@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from preft.bench.plots import inline_svg
+from preft.bench.plots import inline_svgs
 from preft.errors import FileError
 
 PAGE_NAME = "index.html"
+Columns = Mapping[str, Callable[[Any], object]]
+"""Titles and cells of a table."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --soft: #5c5c5c; --line: #d9d9d9; --warn: #9a3412; }
@@ -19,17 +21,21 @@ _STYLE = """
   :root { --ink: #e8e8e8; --paper: #131417; --soft: #a3a3a3; --line: #34363b; --warn: #fdba74; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 64rem; color: var(--ink); background: var(--paper);
+body { margin: 0 auto; padding: 1rem; max-width: 100rem; color: var(--ink); background: var(--paper);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; line-height: 1.25; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 p, li { overflow-wrap: anywhere; }
 .soft { color: var(--soft); } .warn { color: var(--warn); }
 .wide { overflow-x: auto; }
-figure { margin: 1rem 0; } figure svg { display: block; width: 100%; height: auto; max-width: 44rem; }
+figure { margin: 1rem 0; display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+figure svg { display: block; width: 100%; height: auto; max-width: 44rem; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.3rem 0.7rem 0.3rem 0; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); }
+tr.point th { padding-top: 1rem; max-width: 0; overflow: visible; font-weight: normal; color: var(--soft); }
+p { max-width: 60rem; }
 pre { overflow-x: auto; font-size: 0.8rem; padding: 0.6rem; border: 1px solid var(--line); }
 """
 
@@ -66,7 +72,7 @@ def write_page(path: Path, text: str) -> Path:
 def build_page(entries: Sequence[dict[str, Any]], remarks: Sequence[str], setup: dict[str, Any]) -> str:
     """The page as text."""
     title = f"Throughput of {Path(str(setup['model'])).name}"
-    picture = inline_svg(entries)
+    pictures = inline_svgs(entries)
     machine = setup.get("machine", {})
     workloads = dict.fromkeys((entry["input_len"], entry["output_len"], entry["requests"]) for entry in entries)
     lengths = "; ".join(f"{given} tokens in, {out} out, {count} requests a run" for given, out, count in workloads)
@@ -75,9 +81,9 @@ def build_page(entries: Sequence[dict[str, Any]], remarks: Sequence[str], setup:
         f'<p class="soft">{as_text(lengths)}; {as_text(setup["popularity"])} adapters, {as_text(setup["slots"])} '
         f"slots, mode {as_text(setup['mode'])}, {as_text(setup['repeats'])} repeats. "
         f"{as_text(machine.get('processor', ''))}, "
-        f"{as_text(machine.get('cores', '?'))} cores. {as_text(setup.get('created', ''))}</p>",
+        f"{as_text(machine.get('cores', '?'))} cores. {as_text(setup.get('created', '')[:16])}</p>",
         "".join(f'<p class="warn">{as_text(remark)}</p>' for remark in remarks),
-        f"<figure>{picture}</figure>" if picture else '<p class="warn">No arm was measured.</p>',
+        f"<figure>{''.join(pictures)}</figure>" if pictures else '<p class="warn">No arm was measured.</p>',
         "<h2>Throughput</h2>",
         table_text(SPEED_COLUMNS, entries),
         '<p class="soft">Ratios are geometric means of paired repeats with a 95 % interval. An interval that includes '
@@ -181,12 +187,26 @@ FAIRNESS_COLUMNS = {
 }
 
 
-def table_text(columns: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> str:
-    """A table of HTML that scrolls by itself where it is wide."""
+def shown_columns(columns: Columns, entries: Sequence[Mapping[str, Any]]) -> dict[str, Callable[[Any], object]]:
+    """The columns that say something of at least one entry."""
+    return {
+        title: cell for title, cell in columns.items() if any(cell(entry) not in ("-", "") for entry in entries)
+    } or dict(columns)
+
+
+def table_text(columns: Columns, entries: Sequence[Mapping[str, Any]]) -> str:
+    """A table of HTML that scrolls by itself where it is wide, with a line above each point where there are several."""
+    columns = shown_columns(columns, entries)
+    points = list(dict.fromkeys((entry["adapters"], entry["lora_rank"]) for entry in entries))
     head = "".join(f"<th>{as_text(title)}</th>" for title in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{as_text(cell(entry))}</td>" for cell in columns.values()) + "</tr>" for entry in entries
-    )
+    body, last = "", None
+    for entry in entries:
+        point = (entry["adapters"], entry["lora_rank"])
+        if len(points) > 1 and point != last:
+            text = f"{point[0]} adapter{'' if point[0] == 1 else 's'}, LoRA rank {point[1]}"
+            body += f'<tr class="point"><th>{as_text(text)}</th><th colspan="{len(columns) - 1}"></th></tr>'
+        last = point
+        body += "<tr>" + "".join(f"<td>{as_text(cell(entry))}</td>" for cell in columns.values()) + "</tr>"
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

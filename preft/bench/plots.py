@@ -56,9 +56,21 @@ def save_plots(entries: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def inline_svg(entries: Sequence[dict[str, Any]]) -> str | None:
-    """The picture for a page, or None if no arm was measured."""
+    """The pictures for a page as one text, or None if no arm was measured."""
+    return "\n".join(inline_svgs(entries)) or None
+
+
+def inline_svgs(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """The pictures for a page, one a rank, so that a phone can show them below each other."""
     measured = _measured(entries)
-    return inline_figure(lambda pyplot: _figure(measured, pyplot)) if measured else None
+    ranks = dict.fromkeys(entry["lora_rank"] for entry in measured)
+    most = max((entry["output_tokens_per_s"]["max"] for entry in measured), default=0.0)
+
+    def drawn(rank: int | str) -> str:
+        own = [entry for entry in measured if entry["lora_rank"] == rank]
+        return inline_figure(lambda pyplot: _figure(own, pyplot, top=1.05 * most), salt=f"rank {rank}")
+
+    return [drawn(rank) for rank in ranks]
 
 
 def save_figure(draw: Draw, folder: Path, name: str) -> list[Path]:
@@ -77,10 +89,15 @@ def save_figure(draw: Draw, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def inline_figure(draw: Draw) -> str:
-    """A figure for a page: no background, text as text, and ink in the page's own colour."""
+def inline_figure(draw: Draw, salt: str = "preft") -> str:
+    """A figure for a page: no background, text as text, and ink in the page's own colour.
+
+    Args:
+        draw: Draws it.
+        salt: Of the names inside; two figures of one page need different ones.
+    """
     buffer = io.StringIO()
-    with _drawn(draw, ink=INK) as figure:
+    with _drawn(draw, ink=INK, salt=salt) as figure:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     # Neither a document type nor a metadata block: both only name addresses that nobody needs.
@@ -96,7 +113,7 @@ def _measured(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _drawn(draw: Draw, *, ink: str) -> Iterator[Any]:
+def _drawn(draw: Draw, *, ink: str, salt: str = "preft") -> Iterator[Any]:
     """A figure while it is needed. The settings hold for drawing and for saving."""
     import matplotlib
 
@@ -104,7 +121,7 @@ def _drawn(draw: Draw, *, ink: str) -> Iterator[Any]:
     from matplotlib import pyplot
 
     colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "preft", **dict.fromkeys(colours, ink)}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": salt, **dict.fromkeys(colours, ink)}
     with matplotlib.rc_context(settings):
         figure = draw(pyplot)
         try:
@@ -113,7 +130,7 @@ def _drawn(draw: Draw, *, ink: str) -> Iterator[Any]:
             pyplot.close(figure)
 
 
-def _figure(measured: Sequence[dict[str, Any]], pyplot: Any) -> Any:
+def _figure(measured: Sequence[dict[str, Any]], pyplot: Any, top: float | None = None) -> Any:
     ranks = sorted({entry["lora_rank"] for entry in measured}, key=lambda rank: (isinstance(rank, str), rank))
     counts = sorted({entry["adapters"] for entry in measured})
     width = 5.6 if len(ranks) == 1 else 4.2 * len(ranks)
@@ -127,7 +144,7 @@ def _figure(measured: Sequence[dict[str, Any]], pyplot: Any) -> Any:
         else:
             _lines(panel, chosen, counts)
         panel.set_title(f"LoRA rank {rank}" + (f", {counts[0]} adapters" if len(counts) == 1 else ""), fontsize=10)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(bottom=0, top=top)
         panel.grid(alpha=0.25, axis="y")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("output tokens/s (median, least to most)")

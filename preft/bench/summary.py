@@ -8,8 +8,10 @@ from typing import Any
 
 from preft.bench.process import TIME_LIMIT
 from preft.bench.rows import RATIOS, Row, point_of
+from preft.bench.spec import ARMS
 from preft.bench.stats import Interval, extent, ratio_interval
 
+_ORDER = ("base-compiled", "base", "base-preft-compiled", "base-preft", *ARMS)
 BUSY_CORES = 0.25
 """Cores in use by other processes above which a run is called noisy."""
 
@@ -19,7 +21,13 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     groups: _Groups = {}
     for row in rows:
         groups.setdefault((point_of(row), row["arm"]), []).append(row)
-    return [_entry(members, groups) for members in groups.values()]
+    entries = [_entry(members, groups) for members in groups.values()]
+    # Arms take turns, so the rows' own order says nothing.
+    points = list(dict.fromkeys(point_of(row) for row in rows))
+    return sorted(
+        entries,
+        key=lambda entry: (points.index(point_of(entry)), _ORDER.index(entry["kind"]), entry["arm"]),
+    )
 
 
 _Groups = dict[tuple[tuple[int, int | str], str], list[Row]]

@@ -63,7 +63,8 @@ def test_the_page_needs_nothing_else(rows: list[dict[str, Any]], tmp_path: Path)
     assert "@media (prefers-color-scheme: dark)" in page
     assert "color-scheme: light dark" in page
     assert "overflow-x: auto" in page
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == 2  # one a rank
+    assert page.count('<tr class="point">') == 3 * 6  # a line above each point in each table
     assert "currentColor" in page
     assert "mind &lt;this&gt;" in page
     assert "<b>model" not in page
