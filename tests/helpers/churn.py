@@ -22,7 +22,7 @@ import torch
 from preft import save_adapter
 from preft.adapters.adapter import Adapter
 from preft.serve.engine import Engine
-from tests.helpers.engines import prompt_of
+from tests.helpers.engines import prompt_of, request_of
 from tests.helpers.oracle import (
     ROWS_PER_NEAR_TIE,
     OracleRun,
@@ -164,6 +164,8 @@ class Churn:
                 schedule.run()
             finally:
                 schedule.clear()
+        # No name means anything now, so nothing that was pushed, or held for a request, is of use.
+        assert self.engine.status()[0]["held_adapters"] == 0, f"schedule {seed}: adapters are held for nobody"
         self.counts.update(schedule.counts)
         self.counts[f"slots {chosen}"] += 1
         return schedule.sent
@@ -241,16 +243,17 @@ class _Schedule:
         self.require_nothing_left()
 
     def name(self, name: str) -> None:
-        """Gives a name a meaning: files of its own, or files that are written over what is there."""
+        """Gives a name a meaning: files of its own, files that are written over what is there, or memory alone."""
         kind = self.random.choice(tuple(KINDS))
-        folder = self.churn.pool[kind]
-        if self.random.random() < 0.4:
-            folder = self.churn.folder / name
-            for request in self.folders.pop(folder, []):
+        adapter = self.churn.adapters[kind]
+        source = self.random.choice((self.churn.pool[kind], self.churn.folder / name, adapter))
+        if source == self.churn.folder / name:
+            for request in self.folders.pop(source, []):
                 request.may_fail = True
-            save_adapter(self.churn.adapters[kind], folder, force=True)
-        entry = self.registry.register(name, folder)
-        assert entry.reference.digest == self.churn.adapters[kind].digest
+            save_adapter(adapter, source, force=True)
+        entry = self.engine._register(name, source)
+        assert entry.digest == adapter.digest
+        self.counts["pushed"] += entry.in_memory
         self.meaning[name] = kind
 
     def rename(self) -> None:
@@ -262,7 +265,7 @@ class _Schedule:
         if self.meaning:
             name = self.random.choice(sorted(self.meaning))
             del self.meaning[name]
-            self.registry.remove(name)
+            self.engine.remove(name)
             self.counts["removed"] += 1
 
     def send(self) -> None:
@@ -301,6 +304,8 @@ class _Schedule:
             params,
             lora_request=entry.reference.to_lora_request(entry.name) if entry is not None else None,
         )
+        # As the engine's own `submit`, which takes no request of several completions.
+        self.engine._entries[number] = (request_of(number, prompt, name), entry)
         if entry is not None:
             self.folders.setdefault(Path(entry.reference.folder), []).append(request)
         self.counts["sent"] += 1
@@ -338,7 +343,7 @@ class _Schedule:
         return any_output
 
     def finish(self, output: Any) -> None:
-        request = self.alive.pop(output.request_id)
+        request = self.let_go(output.request_id)
         if any(completion.finish_reason == "error" for completion in output.outputs):
             assert request.may_fail, f"schedule {self.seed}: {request.label} failed without a reason"
             self.counts["failed"] += 1
@@ -372,8 +377,8 @@ class _Schedule:
     def abort(self) -> None:
         if self.alive:
             number = self.random.choice(sorted(self.alive))
-            self.alive.pop(number).aborted = True
             self.engine._core.abort_request([number], internal=False)
+            self.let_go(number).aborted = True
             self.counts["aborted"] += 1
 
     def squeeze(self) -> None:
@@ -396,5 +401,13 @@ class _Schedule:
         """Takes back the names, and after a failure the requests."""
         if self.alive:
             self.engine._core.abort_request(list(self.alive), internal=False)
+        for number in [*self.alive]:
+            self.let_go(number)
         for name in self.meaning:
-            self.registry.remove(name)
+            self.engine.remove(name)
+
+    def let_go(self, number: str) -> Sent:
+        """Ends a request for the engine's front, which then lets go of what was pushed and has no name any more."""
+        self.engine._entries.pop(number)
+        self.engine._let_go()
+        return self.alive.pop(number)

@@ -67,7 +67,7 @@ def test_every_request_is_answered_under_the_digest_it_came_with(churn: Churn, j
     print(dict(counts))
     assert counts["finished"] > 0.8 * counts["sent"]
     # The premise: everything that a schedule may do did happen.
-    happened = ["replaced", "added", "removed", "aborted", "several", "bounded", "repeated", "failed"]
+    happened = ["replaced", "pushed", "added", "removed", "aborted", "several", "bounded", "repeated", "failed"]
     happened += ["next turns", "cached tokens", "steps with more adapters than slots"]
     happened += ["preempted in the prompt", "preempted in the output"]
     assert all(counts[what] for what in happened), counts
