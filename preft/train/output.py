@@ -20,8 +20,9 @@ from preft.train.trainer import last_checkpoint
 
 CHECKPOINTS = "checkpoints"
 METRICS_NAME = "metrics.jsonl"
+SCORES_NAME = "eval.jsonl"
 RUN_NAME = "run.json"
-_RUN_FILES = (METRICS_NAME, RUN_NAME, CURVES_NAME, PAGE_NAME)
+_RUN_FILES = (METRICS_NAME, SCORES_NAME, RUN_NAME, CURVES_NAME, PAGE_NAME)
 _ADAPTER_FILES = (MANIFEST_NAME, TENSORS_NAME, "README.md")
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +14,6 @@ from typing import Any
 from preft.adapters.adapter import Adapter
 from preft.adapters.baseconfig import read_base_config
 from preft.adapters.fingerprint import fingerprint_base
-from preft.adapters.manifest import MANIFEST_NAME, TENSORS_NAME
-from preft.adapters.store import save_adapter
 from preft.config.progress import Progress, stage
 from preft.config.schema import flat
 from preft.config.train import ResolvedRecipe, SftRecipe
@@ -30,21 +25,24 @@ from preft.errors import FileError, UnsupportedError, UsageError
 from preft.models.locate import locate_model
 from preft.provenance import provenance
 from preft.train.card import training_card
-from preft.train.curves import CURVES_NAME, inline_curves, save_curves
+from preft.train.curves import inline_curves, save_curves
 from preft.train.model import DTYPES, ExampleScore, load_base, score_examples, token_loss
-from preft.train.page import PAGE_NAME, save_page
+from preft.train.output import (
+    CHECKPOINTS,
+    METRICS_NAME,
+    RUN_NAME,
+    SCORES_NAME,
+    place_adapter,
+    prepare,
+    require_output,
+    write_json,
+)
+from preft.train.page import save_page
 from preft.train.processes import Processes
 from preft.train.push import push_adapter
-from preft.train.trainer import AdapterTrainer, MetricsWriter, last_checkpoint, read_metrics
+from preft.train.trainer import AdapterTrainer, MetricsWriter, read_metrics
 from preft.tuners.attach import AttachedModel
 from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
-
-CHECKPOINTS = "checkpoints"
-METRICS_NAME = "metrics.jsonl"
-SCORES_NAME = "eval.jsonl"
-RUN_NAME = "run.json"
-_RUN_FILES = (METRICS_NAME, SCORES_NAME, RUN_NAME, CURVES_NAME, PAGE_NAME)
-_OURS = {CHECKPOINTS, MANIFEST_NAME, TENSORS_NAME, "README.md", *_RUN_FILES}
 
 _FREE = (
     "output", "train.eval_every", "train.save_every", "train.keep_checkpoints", "train.report_to", "data.eval",
@@ -145,7 +143,7 @@ def train_sft(
     output = Path(recipe.output)
     processes = Processes()
     _require_reporters(recipe.train.report_to)
-    checkpoint = _require_output(output, resume=resume, force=force)
+    checkpoint = require_output(output, resume=resume, force=force)
     with processes.main_first():
         folder = locate_model(recipe.model, progress=progress)
     with stage(progress, "Reading the data"):
@@ -167,7 +165,7 @@ def train_sft(
     # Nobody writes before everybody has looked, and nobody goes on before the folder is ready.
     processes.wait()
     if processes.is_main:
-        _prepare(output, fresh=checkpoint is None)
+        prepare(output, fresh=checkpoint is None)
     facts = {
         "argv": list(argv),
         "recipe": resolved.table(),
@@ -175,7 +173,7 @@ def train_sft(
         "eos_policy": "a completion ends with its end-of-turn token; where it had none, the end of sequence is added",
     }
     if processes.is_main:
-        _write_json(output / RUN_NAME, provenance("train", facts))
+        write_json(output / RUN_NAME, provenance("train", facts))
     processes.wait()
     trainer = _trainer(recipe, handle, data, output, progress)
     base_scores: list[ExampleScore] = []
@@ -313,7 +311,7 @@ def _finish(
     if not write:
         return report
     with stage(progress, "Writing the adapter"):
-        _write_json(output / RUN_NAME, document)
+        write_json(output / RUN_NAME, document)
         place_adapter(adapter, output, readme=training_card(report.to_dict(), recipe))
     return report
 
@@ -376,73 +374,12 @@ def _write_scores(path: Path, arms: Mapping[str, Sequence[ExampleScore]]) -> Non
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def place_adapter(adapter: Adapter, folder: Path, *, readme: str) -> None:
-    """Puts an adapter into a folder that holds other files of the run.
-
-    The manifest comes last, and an older one goes first: a reader finds a whole adapter or none.
-    """
-    with tempfile.TemporaryDirectory(prefix=".adapter.", suffix=".partial", dir=folder) as name:
-        partial = Path(name) / "adapter"
-        save_adapter(adapter, partial, readme=readme)
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)
-        for file in (TENSORS_NAME, "README.md", MANIFEST_NAME):
-            os.replace(partial / file, folder / file)
-
-
 def _require_reporters(names: Sequence[str]) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
             f"`train.report_to` names `{missing[0]}`, which is not installed", hint=f"pip install {missing[0]}"
         )
-
-
-def _require_output(output: Path, *, resume: bool, force: bool) -> Path | None:
-    """Checks the output folder before any work, and finds the checkpoint to resume from."""
-    if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise UsageError(f"The output `{output}` is not a folder", accepted="a path that does not exist yet")
-    present = {path.name for path in output.iterdir()} if output.is_dir() else set()
-    others = sorted(name for name in present - _OURS if not name.endswith(".partial"))
-    if others:
-        raise UsageError(
-            f"The output `{output}` holds files that no run wrote", got=f"`{others[0]}`", hint="choose another folder"
-        )
-    if resume:
-        if force:
-            raise UsageError("`--resume` and `--force` exclude each other", accepted="one of them")
-        found = last_checkpoint(output / CHECKPOINTS)
-        if found is None:
-            raise UsageError(
-                f"There is no checkpoint to resume from in `{output / CHECKPOINTS}`",
-                hint="checkpoints are written where `train.save_every` is set",
-            )
-        return found
-    if present and not force:
-        raise UsageError(
-            f"The output `{output}` holds an earlier run",
-            hint="choose another folder, `--resume` it, or replace it with `--force`",
-        )
-    return None
-
-
-def _prepare(output: Path, *, fresh: bool) -> None:
-    if fresh:
-        for name in (CHECKPOINTS, *_RUN_FILES):
-            path = output / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    # What a killed run left half written.
-    for partial in (*output.glob(".*.partial"), *output.glob(f"{CHECKPOINTS}/.*.partial")):
-        shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
-    try:
-        (output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"`{output}` cannot be written", got=error.strerror) from None
-
-
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _plain(value: Any) -> Any:

@@ -33,14 +33,22 @@ from preft.train.grpo.report import Evaluation, GrpoReport, draw_grpo, grpo_card
 from preft.train.grpo.rollout import OpenEngine, Sampler
 from preft.train.grpo.update import Updater
 from preft.train.model import DTYPES, load_base
-from preft.train.output import CHECKPOINTS, METRICS_NAME, RUN_NAME, place_adapter, prepare, require_output, write_json
+from preft.train.output import (
+    CHECKPOINTS,
+    METRICS_NAME,
+    RUN_NAME,
+    SCORES_NAME,
+    place_adapter,
+    prepare,
+    require_output,
+    write_json,
+)
 from preft.train.trainer import read_metrics
 from preft.tuners.attach import AttachedModel
 from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
 
 SAMPLES_NAME = "samples.jsonl"
-EVALUATION_NAME = "eval.jsonl"
-_OWN = (SAMPLES_NAME, EVALUATION_NAME)
+_OWN = (SAMPLES_NAME,)
 _FREE = (
     "output",
     "data.eval",
@@ -197,7 +205,7 @@ class _Run:
         if base is not None and self.data.eval is not None:
             with stage(self.progress, "Evaluating the adapter"):
                 evaluation = Evaluation(base, self._rewards_now())
-            _write_evaluation(output / EVALUATION_NAME, self.data.eval, evaluation)
+            _write_evaluation(output / SCORES_NAME, self.data.eval, evaluation)
         rows = [row for row in read_metrics(output / METRICS_NAME) if "reward" in row]
         facts = {**self.facts, "steps": recipe.train.max_steps, "reward": [rows[0]["reward"], rows[-1]["reward"]]}
         if evaluation is not None:
