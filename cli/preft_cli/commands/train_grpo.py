@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EPILOG = examples(
     "preft train grpo grpo-math.yaml --set data.train=mine.jsonl",
-    "preft train grpo grpo-small.yaml --set method=direftp --set output=out/direftp",
+    "preft train grpo grpo-math.yaml --set method=direftp --set output=out/direftp",
     "preft train grpo grpo-math.yaml --resume",
 )
 

@@ -16,7 +16,7 @@ from preft.config.train import load_sft_recipe
 from preft.errors import FileError, UsageError
 
 RECIPES = importlib.resources.files("preft_templates").joinpath("recipes")
-SHIPPED = sorted(file.name for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
+SHIPPED = sorted(file.name for file in RECIPES.iterdir() if file.name.startswith("sft-"))
 CORE = (
     "model", "method", "rank", "data.train", "data.eval", "output", "train.max_steps", "train.learning_rate",
     "train.batch_size", "seed",
@@ -71,6 +71,14 @@ def test_every_shipped_recipe_loads_and_says_the_core(name: str) -> None:
 
 def test_both_recipes_are_shipped() -> None:
     assert SHIPPED == ["sft-direftp.yaml", "sft-lorap.yaml"]
+
+
+def test_the_recipe_of_grpo_loads_and_says_the_core() -> None:
+    resolved = load_grpo_recipe(Path(str(RECIPES / "grpo-math.yaml")))
+    assert {key: resolved.origins[key] for key in CORE} == dict.fromkeys(CORE, f"recipe {RECIPES / 'grpo-math.yaml'}")
+    rows = [json.loads(line) for line in (RECIPES / resolved.recipe.data.train).read_text().splitlines()]
+    assert len(rows) >= 40
+    assert all(set(row) == {"prompt", "answer"} for row in rows)
 
 
 def test_the_shipped_examples_are_of_their_schema() -> None:
