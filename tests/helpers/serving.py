@@ -18,7 +18,7 @@ from typing import Any
 from tests.helpers.engines import BLOCK, CHUNK
 
 KEY = "sesame-open"
-START_S, ANSWER_S, STOP_S = 240, 60, 30
+START_S, ANSWER_S, STOP_S = 600, 60, 30
 TOKENS = 12
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from preft.adapters.adapter import Adapter
+from preft.adapters.store import adapter_to_bytes
 from preft.data.requests import GenerationResult
 from preft.serve.http.status_page import status_page
 from tests.helpers.engines import Oracle, prompt_of, request_of, save_all
 from tests.helpers.oracle import oracle_prompt_logprobs
-from tests.helpers.serving import ANSWER_S, KEY, STOP_S, TOKENS, Server, running_server
+from tests.helpers.serving import ANSWER_S, KEY, STOP_S, TOKENS, Server, form, running_server
 from tests.helpers.tiny import random_adapter
 
 pytestmark = pytest.mark.engine
@@ -388,10 +389,18 @@ def test_it_ends_when_asked(server: Server) -> None:
 
 @pytest.mark.full
 def test_a_killed_engine_ends_the_server_and_a_restart_serves_the_same(
-    tiny_llama: Path, root: Path, tmp_path: Path
+    tiny_llama: Path, root: Path, adapters: dict[str, Adapter], tmp_path: Path
 ) -> None:
-    with running_server(tiny_llama, root, tmp_path) as server:
+    (tmp_path / "admin").write_text("let-me-in")
+    options = ("--admin-key-file", str(tmp_path / "admin"))
+    manifest, tensors = adapter_to_bytes(adapters["lora"])
+    with running_server(tiny_llama, root, tmp_path, *options) as server:
         before = server.complete("lorap", [5, 6, 7])[1]["choices"]
+        for name, persist in (("kept", "true"), ("fleeting", "false")):
+            body, headers = form({"persist": persist}, {"manifest": manifest, "tensors": tensors})
+            headers["X-Preft-Admin-Key"] = "let-me-in"
+            assert server.ask("PUT", f"/v1/preft/adapters/{name}", body, headers=headers)[0] == 201
+        served = server.models()
         engine = next(pid for pid in descendants(server.process.pid) if b"EngineCore" in command_of(pid))
         os.kill(engine, signal.SIGKILL)
         assert server.process.wait(timeout=STOP_S) == 1
@@ -403,7 +412,9 @@ def test_a_killed_engine_ends_the_server_and_a_restart_serves_the_same(
         "hint: `--verbose` shows vLLM's whole log",
     ]
     with running_server(tiny_llama, root, tmp_path) as server:
+        assert server.models() == [name for name in served if name != "fleeting"]
         assert server.complete("lorap", [5, 6, 7])[1]["choices"] == before
+        assert server.tokens("kept", [5, 6, 7]) == server.tokens("lora", [5, 6, 7])
 
 
 def descendants(pid: int) -> list[int]:

@@ -233,3 +233,34 @@ def test_no_change_without_the_admins_key(
     answer = asyncio.run(route(Request(scope)))
     assert answer.status_code == status
     assert (b"without an admin key" if status == 403 else b"missing or wrong") in answer.body
+
+
+@pytest.mark.parametrize(("chunks", "status"), [(3, 400), (40, 413)])
+def test_a_body_without_a_length_ends_at_the_limit(chunks: int, status: int) -> None:
+    head, read = b'--b\r\nContent-Disposition: form-data; name="tensors"; filename="t"\r\n\r\n', [0]
+
+    async def receive() -> dict[str, Any]:
+        read[0] += 1
+        body = head if read[0] == 1 else b"x" * 1000
+        return {"type": "http.request", "body": body, "more_body": read[0] < chunks}
+
+    front = SimpleNamespace(
+        plan=SimpleNamespace(admin_key="secret", max_push_bytes=10_000),
+        registry=SimpleNamespace(get=lambda _name: None),
+        redact=lambda _name, error: error,
+    )
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "path": "/v1/preft/adapters/it",
+        "path_params": {"name": "it"},
+        "headers": [
+            (b"x-preft-admin-key", b"secret"),
+            (b"content-type", b"multipart/form-data; boundary=b"),
+            (b"transfer-encoding", b"chunked"),
+        ],
+        "app": SimpleNamespace(state=SimpleNamespace(preft=front)),
+    }
+    answer = asyncio.run(put_adapter(Request(scope, receive)))
+    assert answer.status_code == status, answer.body
+    assert read[0] <= 12
