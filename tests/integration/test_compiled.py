@@ -172,6 +172,8 @@ def test_the_canary_compares_the_graph_with_the_model_s_python(engine: Engine) -
     assert canary["deviation"] < 1e-5
     assert canary["restored"]
     assert canary["moved"] > 0
+    layers = model_runner(engine).compilation_config.static_forward_context.values()
+    assert not any("forward" in vars(layer.impl) for layer in layers)
 
 
 def test_a_graph_without_sites_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +188,7 @@ def test_a_graph_without_sites_is_refused(engine: Engine, monkeypatch: pytest.Mo
     assert f"{len(model_runner(engine).preft_manager.infos)} silent sites" in str(caught.value.got)
 
 
-@pytest.mark.parametrize("lost", ["o_proj", "down_proj"])
+@pytest.mark.parametrize("lost", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
 def test_a_graph_that_loses_a_kind_of_site_is_refused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:

@@ -2,13 +2,17 @@
 
 Three forward passes over the same tokens: without adapter, with a random adapter at every site on the first half of
 the rows, and without again. Every site must have been called, the outputs must differ, and the third pass must equal
-the first exactly. A compiled model must also move as its own Python moves it, over the same tokens and weights. An
-engine that fails this is not ready.
+the first exactly. A compiled model must also move as its own Python moves it, over the same tokens and weights, and
+each kind of site must move it alone. An engine that fails this is not ready.
+
+A warm-up pass attends to an empty cache, where nothing of q, k and v would show. So for these passes attention adds
+them up instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +105,6 @@ def _deviation(runner: PreftCPUModelRunner, dtype: torch.dtype, found: _Passes) 
     moving = [kind for kind in _kinds(runner) if not torch.equal(_under(runner, dtype, kind), found.before)]
     with compiled.not_compiled(model):
         expected = _three_passes(runner, dtype)
-        # What q, k and v gain shows in neither: a warm-up pass attends to an empty cache.
         seen = [kind for kind in _kinds(runner) if not torch.equal(_under(runner, dtype, kind), expected.before)]
     if moving != seen:
         raise EngineError(
@@ -158,8 +161,35 @@ def _forward(runner: PreftCPUModelRunner) -> torch.Tensor:
     # Different tokens: a padding token's embedding may be zero, which no update without a bias could move.
     tokens = torch.arange(_TOKENS) * max(1, runner.model_config.get_vocab_size() // _TOKENS)
     runner.input_ids.gpu[:_TOKENS] = tokens.to(runner.input_ids.gpu)
-    hidden: torch.Tensor = runner._dummy_run(_TOKENS, force_attention=True)[0]
+    with _attention_adds(runner):
+        hidden: torch.Tensor = runner._dummy_run(_TOKENS, force_attention=True)[0]
     return hidden[:_TOKENS].detach().float().clone()
+
+
+@contextmanager
+def _attention_adds(runner: PreftCPUModelRunner) -> Iterator[None]:
+    from vllm.model_executor.layers.attention import Attention
+
+    layers = runner.compilation_config.static_forward_context.values()
+    kernels = [layer.impl for layer in layers if isinstance(layer, Attention)]
+    for kernel in kernels:
+        kernel.forward = _added
+    try:
+        yield
+    finally:
+        for kernel in kernels:
+            del kernel.forward
+
+
+def _added(
+    _layer: object, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_rest: object, **settings: Any
+) -> torch.Tensor:
+    """In place of attention: `output` [T, H, D] becomes query [T, H, D] plus key and value [T, KV heads, D]."""
+    output: torch.Tensor = settings["output"]
+    output.copy_(query)
+    for part in (key, value):
+        output += part.repeat_interleave(query.shape[1] // part.shape[1], dim=1)
+    return output
 
 
 def _canary_adapter(infos: Sequence[ModuleInfo], dtype: torch.dtype) -> PackedAdapter:
@@ -181,7 +211,7 @@ def _canary_adapter(infos: Sequence[ModuleInfo], dtype: torch.dtype) -> PackedAd
             parts.append(UpPart(column, place * _RANK, up_t.to(dtype)))
             column += width
         down_t = (torch.randn(d_in, _RANK * len(parts), generator=generator) * 0.02).to(dtype)
-        # A warm-up pass attends to an empty cache: what `o_proj` reads can be zero, and then only a bias moves it.
+        # What a module reads can be zero, and then only a bias moves it.
         bias = torch.ones(down_t.shape[1], dtype=dtype)
         sites.append(PackedSite.build(down_t, bias, parts))
     return PackedAdapter("canary", tuple(sites), 0)
