@@ -96,12 +96,14 @@ def shown(value: Any) -> str:
 
 def recipes() -> str:
     """Every key of every recipe."""
+    from preft.config.grpo import GrpoRecipe
     from preft.config.train import SftRecipe
 
     head = "| key | default | meaning |\n|---|---|---|\n"
     return (
         "# Recipe keys\n\nA recipe is YAML; `--set KEY=VALUE` overrides any key, `a.b=1` one inside another. Unknown "
-        f"keys are refused. {GENERATED}\n## preft train sft\n\n{head}{setting_rows(SftRecipe)}"
+        f"keys are refused. {GENERATED}\n## preft train sft\n\n{head}{setting_rows(SftRecipe)}\n"
+        f"## preft train grpo\n\n{head}{setting_rows(GrpoRecipe)}"
     )
 
 
