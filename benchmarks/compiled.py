@@ -1,11 +1,11 @@
-"""What compilation gains: base, LoRAP and DiReFTP, eager and compiled in turn, and what the first start costs.
+"""What compilation gains: base, LoRAP and DiReFTP, eager and compiled in turn, and what a compiled start costs.
 
     python benchmarks/compiled.py --out out/compiled                 # about 40 minutes on two quiet cores
-    python benchmarks/compiled.py --out out/compiled --model TINY --requests 4 --output-len 8 --repeats 1
+    python benchmarks/compiled.py --out out/try --model MODEL --adapters 2 --requests 2 --output-len 8 --repeats 1
 
-SmolLM2-135M in bf16, 64 requests of 128 + 128 tokens under 64 adapters over 64 slots. Each repeat is one eager and one
-compiled call of `preft bench throughput`, so that both modes see the machine at the same time. Stock base compiles
-again at every start; preft's engine at its first. Starts are taken with a compile cache of their own, empty at first.
+SmolLM2-135M in bf16, 64 requests of 128 + 128 tokens under 64 adapters over 64 slots, one call of `preft bench
+throughput`. Stock base compiles again at every start, preft's engine at its first. The three starts have a compile cache
+of their own, empty at first; how many output tokens win their time back is reckoned with LoRAP's speeds.
 """
 
 from __future__ import annotations
@@ -19,34 +19,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from preft.bench.rows import ROWS_NAME, read_rows
-from preft.bench.stats import ratio_interval
+from preft.bench.rows import read_rows
 
-ARMS = {"eager": "base,lorap,direftp", "default": "base,lorap,direftp"}
-NAMES = {"eager": "eager", "default": "compiled"}
+ARMS = "base,base-compiled,lorap,lorap-compiled,direftp,direftp-compiled"
+STARTS = {"eager": False, "compiled, first": True, "compiled, later": True}
 START = """
 import json, sys, time
 began = time.perf_counter()
 from preft.serve.engine import Engine
 from preft.serve.settings import EngineSettings
-settings = EngineSettings(slots=64, dtype=sys.argv[3], max_model_len=256, compiled=sys.argv[2] == "compiled")
+settings = EngineSettings(slots=64, dtype=sys.argv[2], max_model_len=256, compiled=json.loads(sys.argv[3]))
 with Engine(sys.argv[1], settings=settings) as engine:
-    print("start", json.dumps([time.perf_counter() - began, engine.status()[0]["canary"]]))
+    print("start", json.dumps([time.perf_counter() - began, engine.status()[0]["canary"]["deviation"]]))
 """
+WORKLOAD = {"adapters": 64, "requests": 64, "input_len": 128, "output_len": 128, "repeats": 3}
 
 
 def main() -> None:
-    """Runs the calls and prints the table."""
+    """Takes the starts, runs the arms, prints both tables."""
     options = _options()
-    starts = _starts(options)
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for repeat in range(options.repeats):
-        for mode, arms in ARMS.items():
-            for row in _bench(options, mode, arms, options.out / f"{NAMES[mode]}-{repeat}"):
-                found.setdefault((row["arm"], NAMES[mode]), []).append(row)
-    table = "\n".join([*_throughput(found), "", *_start_table(starts, found)])
-    options.out.joinpath("tables.md").write_text(table + "\n")
-    print(table)
+    starts = {label: _start(options, compiled) for label, compiled in STARTS.items()}
+    print(_bench(options), flush=True)
+    table = _start_table(starts, read_rows(options.out / "throughput"))
+    options.out.joinpath("starts.md").write_text(table)
+    print(table, end="")
 
 
 def _options() -> argparse.Namespace:
@@ -54,79 +50,47 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--adapters", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    for name, value in WORKLOAD.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     return options
 
 
-def _bench(options: argparse.Namespace, mode: str, arms: str, out: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "preft_cli", "bench", "throughput", options.model, "--arms", arms, "--mode", mode]
-    for name in ("adapters", "requests", "input_len", "output_len", "dtype"):
+def _bench(options: argparse.Namespace) -> str:
+    command = [sys.executable, "-m", "preft_cli", "bench", "throughput", options.model, "--arms", ARMS]
+    for name in ("dtype", *WORKLOAD):
         command += [f"--{name.replace('_', '-')}", f"{getattr(options, name)}"]
-    command += ["--slots", f"{options.adapters}", "--repeats", "1", "--out", f"{out}"]
-    command += ["--adapter-dir", f"{options.out / 'adapters'}"]
-    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-        raise SystemExit(f"failed: {' '.join(command)}")
-    rows = read_rows(out / ROWS_NAME)
-    for row in rows:
-        if row["engine"]["eager"] != (mode == "eager"):
-            raise SystemExit(f"{row['arm']} did not run {NAMES[mode]}: {row['engine']}")
-    return rows
+    command += ["--slots", f"{options.adapters}", "--out", f"{options.out / 'throughput'}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}failed: {' '.join(command)}")
+    return done.stdout
 
 
-def _starts(options: argparse.Namespace) -> dict[str, tuple[float, dict[str, Any]]]:
-    """Seconds to a ready engine and its canary: eager, compiled with an empty cache, and compiled again."""
-    environment = {**os.environ, "VLLM_CACHE_ROOT": f"{options.out / 'vllm-cache'}"}
-    found = {}
-    for label, mode in (("eager", "eager"), ("compiled, first", "compiled"), ("compiled, later", "compiled")):
-        command = [sys.executable, "-c", START, options.model, mode, options.dtype]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        line = next(line for line in done.stdout.splitlines() if line.startswith("start "))
-        found[label] = json.loads(line.removeprefix("start "))
-    return found
+def _start(options: argparse.Namespace, compiled: bool) -> tuple[float, float | None]:
+    """Seconds to a ready engine, and by how much a compiled one deviates from its own Python."""
+    environment = {**os.environ, "VLLM_CACHE_ROOT": f"{(options.out / 'vllm-cache').absolute()}"}
+    command = [sys.executable, "-c", START, options.model, options.dtype, json.dumps(compiled)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("start "))
+    seconds, deviation = json.loads(line.removeprefix("start "))
+    return seconds, deviation
 
 
-def _throughput(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[str]:
-    lines = ["| arm | mode | n | tokens/s, median (range) | of compiled base | prefill s | decode s | others' cores |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    base = _speeds(found["base", "compiled"])
-    for (arm, mode), rows in found.items():
-        speeds = _speeds(rows)
-        ratio = ratio_interval(speeds, base)
-        of_base = "-" if ratio is None else f"{ratio.ratio:.3f}"
-        if ratio is not None and ratio.low is not None:
-            of_base += f" [{ratio.low:.3f}, {ratio.high:.3f}]"
-        prefill, decode = (statistics.median(row[name] for row in rows) for name in ("prefill_s", "decode_s"))
-        busy = max(row["other_busy_cores"] or 0 for row in rows)
-        lines.append(
-            f"| {arm} | {mode} | {len(rows)} | {statistics.median(speeds):.0f} ({min(speeds):.0f}-{max(speeds):.0f}) | "
-            f"{of_base} | {prefill:.2f} | {decode:.2f} | {busy:.2f} |"
-        )
-    return lines
-
-
-def _start_table(
-    starts: dict[str, tuple[float, dict[str, Any]]], found: dict[tuple[str, str], list[dict[str, Any]]]
-) -> list[str]:
-    """Starts, and after how many LoRAP output tokens the time of a compiled start is won back."""
-    eager_s = starts["eager"][0]
-    speeds = {mode: statistics.median(_speeds(found["lorap", mode])) for mode in NAMES.values()}
-    saved = 1 / speeds["eager"] - 1 / speeds["compiled"]
-    lines = ["| start | seconds | won back after output tokens | canary's deviation |", "|---|---|---|---|"]
-    for label, (seconds, canary) in starts.items():
-        extra = seconds - eager_s
+def _start_table(starts: dict[str, tuple[float, float | None]], rows: list[dict[str, Any]]) -> str:
+    speeds = {
+        arm: statistics.median(row["output_tokens_per_s"] for row in rows if row["arm"] == arm)
+        for arm in ("lorap", "lorap-compiled")
+    }
+    saved = 1 / speeds["lorap"] - 1 / speeds["lorap-compiled"]
+    lines = ["| start | seconds | won back after output tokens | deviation in the canary |", "|---|---|---|---|"]
+    for label, (seconds, deviation) in starts.items():
+        extra = seconds - starts["eager"][0]
         tokens = "-" if label == "eager" else f"{extra / saved:,.0f}" if saved > 0 else "never"
-        lines.append(f"| {label} | {seconds:.0f} | {tokens} | {canary['deviation']} |")
-    return lines
-
-
-def _speeds(rows: list[dict[str, Any]]) -> list[float]:
-    return [row["output_tokens_per_s"] for row in rows]
+        shown = "-" if deviation is None else f"{deviation:.2g}"
+        lines.append(f"| {label} | {seconds:.0f} | {tokens} | {shown} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
