@@ -4,8 +4,8 @@
     python benchmarks/compiled.py --out out/try --model MODEL --adapters 2 --requests 2 --output-len 8 --repeats 1
 
 SmolLM2-135M in bf16, 64 requests of 128 + 128 tokens under 64 adapters over 64 slots, one call of `preft bench
-throughput`. Stock base compiles again at every start, preft's engine at its first. The three starts have a compile cache
-of their own, empty at first; how many output tokens win their time back is reckoned with LoRAP's speeds.
+throughput`. Stock base compiles again at every start, preft's engine at its first. The three starts that are timed have
+a compile cache of their own, empty at first. How many output tokens win their time back is reckoned with LoRAP's speeds.
 """
 
 from __future__ import annotations
