@@ -5,7 +5,7 @@
 
 SmolLM2-135M in bf16, 64 requests of 128 + 128 tokens under 64 adapters over 64 slots, one call of `preft bench
 throughput`. Stock base compiles again at every start, preft's engine at its first. The three starts that are timed have
-a compile cache of their own, empty at first. How many output tokens win their time back is reckoned with LoRAP's speeds.
+a compile cache of their own, empty at first. How many output tokens win their time back: reckoned with LoRAP's speeds.
 """
 
 from __future__ import annotations
