@@ -26,6 +26,42 @@ if TYPE_CHECKING:
 app = command_app()
 _PARTS = 2
 
+Tasks = Annotated[
+    str,
+    typer.Option(
+        "--tasks",
+        metavar="T[,T]",
+        help="Tasks, groups or tags of lm-evaluation-harness; * matches. Those named preft_... need no network.",
+    ),
+]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option("--compare", metavar="A,B", help="B against A; repeatable. Default: each adapter against base."),
+]
+IncludePath = Annotated[
+    Path | None, typer.Option("--include-path", metavar="DIR", help="A folder of further task definitions.")
+]
+NumFewshot = Annotated[
+    int | None, typer.Option("--num-fewshot", min=0, help="Examples in the prompt. Default: the task's own.")
+]
+Limit = Annotated[
+    float | None, typer.Option("--limit", min=0.0, help="Examples of each task at most, or a share below 1.")
+]
+ApplyChatTemplate = Annotated[
+    bool, typer.Option("--apply-chat-template", help="Render prompts as conversations, examples as turns.")
+]
+SystemInstruction = Annotated[
+    str | None, typer.Option("--system-instruction", metavar="TEXT", help="First message of each prompt.")
+]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Answers to each example, sampled; scored as pass@k.")]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", help="Of several answers to an example. Default: 0.8.")
+]
+AllowCodeExecution = Annotated[
+    bool,
+    typer.Option("--allow-code-execution", help="Run what the model writes, in a sandbox (preft_humaneval)."),
+]
+
 
 @app.command(
     "eval",
@@ -39,45 +75,18 @@ _PARTS = 2
 )
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")],
-    tasks: Annotated[
-        str,
-        typer.Option(
-            "--tasks",
-            metavar="T[,T]",
-            help="Tasks, groups or tags of lm-evaluation-harness; * matches. Those named preft_... need no network.",
-        ),
-    ],
+    tasks: Tasks,
     adapter: NamedAdapters = None,
     engine: Annotated[str, typer.Option("--engine", help="`vllm`, or `hf`: slow, plain Hugging Face.")] = "vllm",
-    compare: Annotated[
-        list[str] | None,
-        typer.Option("--compare", metavar="A,B", help="B against A; repeatable. Default: each adapter against base."),
-    ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option("--include-path", metavar="DIR", help="A folder of further task definitions.")
-    ] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option("--num-fewshot", min=0, help="Examples in the prompt. Default: the task's own.")
-    ] = None,
-    limit: Annotated[
-        float | None, typer.Option("--limit", min=0.0, help="Examples of each task at most, or a share below 1.")
-    ] = None,
-    apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Render prompts as conversations, examples as turns.")
-    ] = False,
-    system_instruction: Annotated[
-        str | None, typer.Option("--system-instruction", metavar="TEXT", help="First message of each prompt.")
-    ] = None,
-    samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Answers to each example, sampled; scored as pass@k.")
-    ] = 1,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="Of several answers to an example. Default: 0.8.")
-    ] = None,
-    allow_code_execution: Annotated[
-        bool,
-        typer.Option("--allow-code-execution", help="Run what the model writes, in a sandbox (preft_humaneval)."),
-    ] = False,
+    compare: Compare = None,
+    include_path: IncludePath = None,
+    num_fewshot: NumFewshot = None,
+    limit: Limit = None,
+    apply_chat_template: ApplyChatTemplate = False,
+    system_instruction: SystemInstruction = None,
+    samples: Samples = 1,
+    temperature: Temperature = None,
+    allow_code_execution: AllowCodeExecution = False,
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="Write each example's answers into DIR as well.")
     ] = False,
