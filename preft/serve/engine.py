@@ -66,6 +66,7 @@ class Engine:
         self._can_detokenize = not config.skip_tokenizer_init
         self._serial = 0
         self._entries: dict[str, tuple[GenerationRequest, Registered | None]] = {}
+        self._missed: list[RequestUpdate] = []
         global _open_engine
         _open_engine = weakref.ref(self)
 
@@ -235,9 +236,11 @@ class Engine:
                     results[index] = failed_result(request, error)
                     if progress is not None:
                         progress.advance()
-            while running and self.has_unfinished:
-                for update in self.step():
-                    if update.result is not None and update.ticket in running:
+            while running and self._core.has_unfinished_requests():
+                for update in self._step():
+                    if update.ticket not in running:
+                        self._missed += [update] if update.result is not None else []
+                    elif update.result is not None:
                         results[running.pop(update.ticket)] = update.result
                         if progress is not None:
                             progress.advance()
@@ -286,12 +289,17 @@ class Engine:
         """Runs one step of the engine.
 
         Returns:
-            How far each request is that the step has moved; a finished one holds its result.
+            How far each request is that the step has moved; a finished one holds its result. Requests that finished
+            while `generate` was at others are among them.
 
         Raises:
             EngineError: The engine itself has failed, or is closed.
         """
         self._require_open()
+        missed, self._missed = self._missed, []
+        return [*missed, *self._step()]
+
+    def _step(self) -> list[RequestUpdate]:
         try:
             outputs: list[RequestOutput] = self._core.step()
         except Exception as error:
@@ -304,9 +312,9 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a submitted request is not finished."""
+        """Whether a submitted request is not finished, or its result not fetched."""
         self._require_open()
-        return bool(self._core.has_unfinished_requests())
+        return bool(self._missed) or bool(self._core.has_unfinished_requests())
 
     def abort(self, tickets: Sequence[str]) -> None:
         """Ends requests without a result; those that are finished already are ignored."""

@@ -295,6 +295,18 @@ def test_requests_are_followed_step_by_step(engine: Engine, oracle: Oracle, adap
     assert result.token_ids == oracle.two_phase(wanted).tokens
 
 
+def test_a_batch_leaves_the_results_of_other_requests(engine: Engine, adapters: dict[str, Adapter]) -> None:
+    engine.push("first", adapters["first"])
+    short = request_of("short", PROMPT, "first", tokens=2)
+    ticket = engine.submit(short)
+    batch = engine.generate([request_of("long", PROMPT, "first", tokens=20)])
+
+    assert len(batch[0].token_ids) == 20
+    assert engine.has_unfinished
+    found = finish(engine)
+    assert found[ticket].token_ids == batch[0].token_ids[:2]
+
+
 def test_the_plain_engine_takes_pushes_too(
     oracle: Oracle, adapters: dict[str, Adapter], tiny_llama: Path, tmp_path: Path
 ) -> None:
