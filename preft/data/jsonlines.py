@@ -55,7 +55,7 @@ def read_lines(
         raise FileError(
             f"The {kind} `{path}` cannot be read",
             got=error.strerror or str(error),
-            accepted="a file of JSON lines",
+            accepted="a file of JSON lines, by its path from the working directory",
             hint=hint,
         ) from None
 

@@ -74,6 +74,7 @@ def sft(
         session.emit(made.to_dict())
     else:
         _show(session, made)
+        session.note(f"next: preft check {made.folder} --base {resolved.recipe.model}")
     for remark in made.remarks:
         session.warn(remark)
     if made.adapter.moves_nothing():
@@ -226,5 +227,7 @@ def _show(session: Session, made: SftReport) -> None:
         rows.append(("exact", f"base {made.eval_exact[0]:.1%}, adapter {made.eval_exact[1]:.1%} of the completions"))
     if made.pushed is not None:
         rows.append(("pushed", made.pushed))
+    if (made.folder / "index.html").is_file():
+        rows.append(("page", made.folder / "index.html"))
     rows += [("seconds", f"{made.seconds:.1f}"), ("digest", manifest.digest)]
     session.show(fields(rows))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from preft.data import jsonlines
 from preft.data.chat import ChatEncoder
 from preft.data.encode import load_tokenizer
 from preft.data.examples import Limits
@@ -119,27 +121,25 @@ def test_conversations_need_a_template(tmp_path: Path) -> None:
         _load(tmp_path, ChatEncoder(load_tokenizer(tmp_path)), _lines(CHAT))
 
 
-def test_a_line_beyond_a_million_is_named_and_the_memory_stays_small(tmp_path: Path) -> None:
-    """The reader alone: a stream, whatever the size of the file."""
-    import tracemalloc
-
-    from preft.data.jsonlines import parse_line, read_lines
-
+def test_a_broken_line_beyond_a_million_is_named(tmp_path: Path) -> None:
     file = tmp_path / "long.jsonl"
-    line = json.dumps(GOOD).encode() + b"\n"
+    file.write_bytes(b"{}\n" * 1_000_002 + b"{broken\n")
+    *_, (number, data) = jsonlines.read_lines(file, "training file")
+    assert (number, data) == (1_000_003, b"{broken")
+    with pytest.raises(RequestError, match="not valid JSON") as caught:
+        jsonlines.parse_line(data)
+    assert "column 2" in str(caught.value.got)
+
+
+def test_reading_takes_the_memory_of_a_line_and_not_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "big.jsonl"
     with file.open("wb") as stream:
-        for _ in range(100):
-            stream.write(line * 10_000)
-        stream.write(line * 2 + b"{broken\n")
+        for _ in range(400):
+            stream.write(b"{" + b" " * 100_000 + b"}\n")
     assert file.stat().st_size > 40_000_000
     tracemalloc.start()
-    last = None
-    for number, data in read_lines(file, "training file"):
-        last = number, data
+    count = sum(1 for _ in jsonlines.read_lines(file, "training file"))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert last == (1_000_003, b"{broken")
-    assert peak < 2_000_000
-    with pytest.raises(RequestError, match="not valid JSON") as caught:
-        parse_line(last[1])
-    assert "column 2" in str(caught.value.got)
+    assert count == 400
+    assert peak < 1_000_000
