@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from preft.errors import FileError, UnsupportedError, UsageError
+from preft.errors import AdapterError, FileError, UnsupportedError, UsageError
 from preft.serve.backend import guard
 from preft.serve.http.passthrough import OVERRIDABLE, option_names, option_value, require_passable, to_flags
 from preft.serve.http.plan import EVERYTHING, ServePlan
@@ -272,17 +271,20 @@ def read_keys(path: Path) -> dict[str, list[str] | str]:
         UsageError: It does not hold that.
     """
     from preft.adapters.catalog import require_name
+    from preft.adapters.jsonfile import parse_json_object
 
     accepted = 'a JSON object such as {"KEY": ["alice", "bob"], "OTHER-KEY": "*"}'
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(
-            f"The file of keys `{path}` cannot be read", got=getattr(error, "strerror", None) or str(error)
-        ) from None
-    except ValueError:
-        raise UsageError(f"The file of keys `{path}` is not JSON", accepted=accepted) from None
-    if not isinstance(document, dict) or not document:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FileError(f"The file of keys `{path}` cannot be read", got=error.strerror) from None
+    try:
+        document = parse_json_object(data, str(path))
+    except AdapterError as error:
+        # Which key is given twice is not to be shown.
+        got = None if "twice" in error.what else error.got
+        raise UsageError(f"The file of keys `{path}` is not valid", got=got, accepted=accepted) from None
+    if not document:
         raise UsageError(f"The file of keys `{path}` holds no keys", accepted=accepted)
     for number, (key, names) in enumerate(document.items(), 1):
         if not key or not key.isascii() or not key.isprintable() or " " in key:
