@@ -204,3 +204,10 @@ def test_what_changes_while_it_runs_needs_a_place(tmp_path: Path) -> None:
     assert made.max_push_bytes == 3 << 20
     with pytest.raises(FileError, match="access log"):
         launch(tmp_path, access_log=tmp_path)
+
+
+def test_a_key_that_is_given_twice_is_refused_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text('{"the-key": ["alice"], "the-key": "*"}')
+    with pytest.raises(UsageError, match="is not valid") as caught:
+        launch(tmp_path, keys_file=tmp_path / "keys")
+    assert "the-key" not in str(caught.value)
