@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from preft import load_adapter
 from preft.errors import FileError, UnsupportedError, UsageError
+from preft.eval import suites
 from preft.eval.files import RESULTS, dump, require_free, save_evaluation
 from preft.eval.run import EvalSpec, Evaluation, evaluate
 from preft.eval.tasks import find_tasks, load_tasks
@@ -175,6 +177,29 @@ def test_several_answers_to_each_example(tiny_llama: Path, adapters: dict[str, P
     assert resps[0] == resps[1]
 
 
+def test_written_code_runs_only_where_it_is_allowed(
+    tiny_llama: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """The harness asks once more by itself; the command's flag answers both."""
+    folder = suites.suites_folder()
+    text = f"include: {folder / 'humaneval.yaml'}\ntask: preft_short_code\n"
+    (tmp_path / "t.yaml").write_text(text + "generation_kwargs: {until: [], do_sample: false, max_gen_toks: 4}\n")
+    spec = EvalSpec(
+        str(tiny_llama),
+        {"lorap": adapters["lorap"]},
+        ("preft_short_code",),
+        engine="hf",
+        include_path=tmp_path,
+        dtype="float32",
+        limit=2,
+    )
+    with pytest.raises(UnsupportedError, match="runs code"):
+        evaluate(spec)
+    found = evaluate(replace(spec, allow_code_execution=True))
+    assert found.document["arms"]["lorap"]["results"]["preft_short_code"]["pass@1,none"] == 0.0
+    assert found.document["settings"]["allow_code_execution"] is True
+
+
 def test_what_is_asked_about_several_answers_must_have_a_meaning(
     tiny_llama: Path, adapters: dict[str, Path], tasks: Path
 ) -> None:
@@ -242,7 +267,6 @@ def test_wrong_names_are_refused_before_anything_is_loaded(
 
 def test_an_unknown_task_names_near_ones(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import preft.eval.tasks as module
-    from preft.eval import suites
 
     # The harness's own definitions take seconds to read; the folder's do here.
     make = suites.task_manager
