@@ -296,8 +296,9 @@ class Engine:
             EngineError: The engine itself has failed, or is closed.
         """
         self._require_open()
+        updates = self._step()
         missed, self._missed = self._missed, []
-        return [*missed, *self._step()]
+        return [*missed, *updates]
 
     def _step(self) -> list[RequestUpdate]:
         try:
