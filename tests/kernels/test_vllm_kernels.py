@@ -128,3 +128,35 @@ def test_the_tight_grid_gives_the_same_bits_with_fewer_programs(
         default, fitted = launches.programs
         # 9 groups of 330 rows against 4 groups of 128.
         assert fitted * 4 < default, launches.programs
+
+
+def test_the_punica_wrapper_end_to_end(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's `add_lora_linear` through our operations into vLLM's kernels: what a wrapped module calls on a GPU."""
+    from vllm.lora.punica_wrapper import punica_gpu
+
+    from preft.serve.backend.step_rows import StepRows
+    from preft.serve.gpu import punica
+    from preft.serve.gpu.step import Step
+
+    monkeypatch.setattr(punica_gpu, "LoRAKernelMeta", kernels.meta, raising=False)
+    monkeypatch.setattr(punica, "lora_kernels", lambda: kernels)
+    config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=False)
+    wrapper = punica.PreftPunicaGPU(ROWS + 10, 16, "cpu", lora_config=config)
+    launches = Launches("lora_shrink_op", "_lora_shrink_kernel", monkeypatch)
+    x, y, downs, ups = batch(F16)
+    before = y.clone()
+    rows = StepRows(adapter_ids=(1, 5, 7), num_adapted=53)
+    wrapper.set_step(Step(rows, plan_rows(SEGMENTS), ROWS), launch=True)
+    wrapper.add_lora_linear(y, x, tuple(downs), tuple(ups), 1.0, WIDE)
+    assert torch.equal(y, run(kernels, F16, tight=True)[0])
+    assert launches.programs[0] == launches.programs[1]
+    wrapper.set_step(Step(num_tokens=ROWS), launch=False)
+    untouched = before.clone()
+    wrapper.add_lora_linear(untouched, x, tuple(downs), tuple(ups), 1.0, WIDE)
+    assert torch.equal(untouched, before)
+    assert len(launches.programs) == 2, "a step without adapters launches nothing"
+    # As while a graph for adapters is captured: launched over vLLM's whole grid, with nothing to do.
+    wrapper.set_step(Step(num_tokens=ROWS), launch=True)
+    wrapper.add_lora_linear(untouched, x, tuple(downs), tuple(ups), 1.0, WIDE)
+    assert torch.equal(untouched, before)
+    assert launches.programs[2] > 4 * launches.programs[0]
