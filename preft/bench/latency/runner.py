@@ -11,7 +11,15 @@ from preft.bench.adapters import make_adapters
 from preft.bench.facts import ModelFacts, machine_facts
 from preft.bench.latency.client import CLIENT_COMMAND, LoadClient
 from preft.bench.latency.results import Row, measured, past_knee
-from preft.bench.latency.spec import SERVED, LatencySpec, next_rate, server_kv_gib, shuffled_arms
+from preft.bench.latency.spec import (
+    FIRST_RATE,
+    LEAST_REQUESTS,
+    SERVED,
+    LatencySpec,
+    next_rate,
+    server_kv_gib,
+    shuffled_arms,
+)
 from preft.bench.rows import keep_earlier, write_rows
 from preft.bench.runner import COMPLETE, FAILED, INTERRUPTED, Outcome
 from preft.config.progress import Progress, stage
@@ -104,7 +112,8 @@ def run_latency(
             LoadClient(out / "logs" / "client.log", api_key=api_key, command=command, is_stopped=is_stopped) as client,
         ):
             for arm in names:  # the first requests of a process pay for what is set up late
-                client.send(_load(spec, url, spec.load(AT_ONCE, names[arm], facts.vocab_size, repeat=-1), AT_ONCE))
+                few = spec.load(FIRST_RATE, names[arm], facts.vocab_size, repeat=-1)[:LEAST_REQUESTS]
+                client.send(_load(spec, url, few, AT_ONCE))
             for repeat in range(spec.bench.repeats):
                 for arm in shuffled_arms(spec, repeat):
                     for row in _sweep(spec, client, url, arm, names[arm], facts, repeat, progress):

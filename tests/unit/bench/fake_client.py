@@ -21,6 +21,7 @@ for number, line in enumerate(sys.stdin):
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
     rate = load["rate"]
+    print(f"{len(load['requests'])} requests at {rate}", file=sys.stderr, flush=True)
     busy = 1.0 if rate is None or rate > 1e4 else 1.0 / max(0.01, 1 - rate / capacity)
     answers = []
     for index, item in enumerate(load["requests"]):

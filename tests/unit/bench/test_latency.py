@@ -166,6 +166,9 @@ def test_a_sweep_ends_past_the_knee(tiny_llama: Path, tmp_path: Path, capsys: py
     assert measure(spec) == 0
     assert "beyond" in capsys.readouterr().out
     rows = read_rows(tmp_path)
+    sent = (tmp_path / "logs" / "client.log").read_text().splitlines()
+    assert sent[:3] == ["8 requests at 100000.0"] * 3  # a few of each arm, to warm up
+    assert len(sent) == 3 + len(rows)
     assert [row["rate"] for row in rows if row["arm"] == "base" and row["repeat"] == 0] == [0.5, 1, 2, 4, 8]
     assert not any(row["partial"] for row in rows)
     entries = summarise(rows, 2.0)
