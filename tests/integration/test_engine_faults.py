@@ -134,7 +134,7 @@ def test_drafts_of_ngrams_change_nothing_under_any_kind_of_adapter(tiny_llama: P
     batch.append(request_of("cut", pattern, "both", tokens=32, boundary=30))
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         paths = save_all(tmp_path, chosen)
-        cold, warm, accepted = pool.submit(_answer_with_drafts, tiny_llama, paths, batch).result(timeout=240)
+        cold, warm, accepted = pool.submit(_answer_with_drafts, tiny_llama, paths, batch).result(timeout=400)
     oracle = Oracle(tiny_llama, chosen)
 
     assert accepted > 0
@@ -433,3 +433,19 @@ def test_prefetch_waits_and_says_what_failed(engine: Engine, tiny_llama: Path, t
         engine.prefetch(["gone"])
     engine.remove("fine")
     engine.remove("gone")
+
+
+def test_a_plan_beyond_the_machine_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check that each worker makes at its start, with less memory than its plan."""
+    from preft.serve.backend import worker as module
+
+    worker = engine._core.engine_core.engine_core.model_executor.driver_worker.worker
+    plan = engine.status()[0]["memory"]
+    assert plan["kv_cache_bytes"] == 1 << 28
+    assert plan["adapter_cache_bytes"] == 4 << 30
+    assert plan["weight_bytes"] > 0
+    assert worker._preft_plan_memory().to_dict() == plan
+
+    monkeypatch.setattr(module, "machine_memory", lambda: plan["total_bytes"] - 1)
+    with pytest.raises(EngineError, match="exceeds this machine's memory"):
+        worker._preft_plan_memory()
