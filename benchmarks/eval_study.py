@@ -10,7 +10,7 @@ follow each other, and a finished one is not run again; `--stage` runs one alone
 - tasks: `preft eval` on three packaged tasks, base beside the three adapters, every two of them compared;
 - long: texts on held-out subjects, far beyond the lengths of training; how many sentences of each window of 128 tokens
   end as they should, paired by text;
-- report: tables and a picture.
+- report: `evaluation.md` and `evaluation.png`, as they go into docs/benchmarks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -198,12 +199,48 @@ def marked_share(text: str) -> float | None:
     return sum(word.lower() == MARK for word in ends) / len(ends) if ends else None
 
 
+INTRODUCTION = """\
+# Is a prompt-only adapter as good?
+
+{model} learns to end every sentence with ", {mark}": {steps} steps of 8 of its own answers with the words put in, one
+adapter a method at rank {rank} on the method's default sites. Nothing is learnt about the tasks below, so a difference
+there is damage, or the style getting in the way. `{command}`, on {cores} cores; vLLM, {dtype}.
+
+## Tasks
+
+{limit} examples of each at most, greedy, with 95 % intervals. Intervals and tests are those of `preft eval`; p-values
+are corrected over all tasks and metrics of the two arms.
+
+{tasks}
+
+## Long outputs
+
+{texts} texts of {tokens} tokens on subjects that were never trained, at temperature 0.7, the same seed in every arm,
+going on beyond the end-of-turn token (`ended before` counts texts that had one before the window). Given is the share
+of sentence ends with the mark, in windows of {window} tokens; differences are paired by text and corrected over all
+windows and both methods. Training's answers have at most 192 tokens and some more for the mark.
+
+{long}
+
+![Share of marked sentence ends over the output](evaluation.png)
+"""
+
+
 def report(options: argparse.Namespace) -> None:
-    """`report.md` and `persistence.png`, from what the stages left."""
+    """The page and its picture, from what the stages left."""
     results = json.loads((options.out / "tasks" / "results.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in (options.out / "long.jsonl").read_text(encoding="utf-8").splitlines()]
-    text = "\n\n".join([task_tables(results), persistence_table(rows, options.out)])
-    (options.out / "report.md").write_text(text + "\n", encoding="utf-8")
+    text = INTRODUCTION.format(
+        **{name: getattr(options, name) for name in ("rank", "steps", "limit", "texts", "tokens", "dtype")},
+        model=Path(options.model).name,
+        mark=MARK,
+        window=WINDOW,
+        cores=len(os.sched_getaffinity(0)),
+        command="python benchmarks/eval_study.py --out out/eval-study",
+        tasks=task_tables(results),
+        long=persistence_table(rows, options.out),
+    )
+    (options.out / "evaluation.md").write_text(text, encoding="utf-8")
     print(text)
 
 
@@ -282,7 +319,7 @@ def persistence_table(rows: Sequence[dict[str, Any]], out: Path) -> str:
             )
         ended = [f"{arm} {sum(_has_ended(row, at) for row in texts[arm].values())}" for arm in arms]
         lines.append(f"| {at * WINDOW}-{(at + 1) * WINDOW} | " + " | ".join(cells) + f" | {', '.join(ended)} |")
-    draw(curves, out / "persistence.png")
+    draw(curves, out / "evaluation.png")
     return "\n".join(lines)
 
 

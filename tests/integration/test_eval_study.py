@@ -39,7 +39,7 @@ def test_the_table_pairs_texts(tmp_path: Path) -> None:
     assert second.count("-1.00, n = 12: worse") == 2
     assert "base 0" in first
     assert "base 12" in second
-    assert (tmp_path / "persistence.png").stat().st_size > 1000
+    assert (tmp_path / "evaluation.png").stat().st_size > 1000
 
 
 @pytest.mark.full
@@ -55,7 +55,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     sizes = ["--steps", "1", "--limit", "1", "--texts", "1", "--tokens", "256", "--dtype", "float32"]
     call = [sys.executable, eval_study.__file__, "--out", str(out), "--model", str(model), *sizes]
     subprocess.run(call, check=True, timeout=900)
-    text = (out / "report.md").read_text()
+    text = (out / "evaluation.md").read_text()
     for words in ("preft_length_short", "prompt_strict", "lorap - lora", "| 128-256 |"):
         assert words in text
     assert len((out / "long.jsonl").read_text().splitlines()) == 4

@@ -139,6 +139,21 @@ def test_the_all_token_mistake_is_visible(
     assert ours[1] == pytest.approx(theirs[1], abs=TOLERANCE)
 
 
+def test_the_batch_size_can_be_found(tiny_llama: Path, adapters: dict[str, Path], lm: PreftHFLM) -> None:
+    """`auto`: the size is tried out once, and changes no score beyond rounding."""
+    automatic = PreftHFLM(
+        tiny_llama, adapters=adapters, dtype="float32", device="cpu", batch_size="auto", max_batch_size=4, max_length=64
+    )
+    scored = instances("loglikelihood", PAIRS)
+    written = instances("generate_until", [("The river is", {"until": [], "max_gen_toks": 4})])
+    for arm in ("base", "lorap"):
+        automatic.use_arm(arm)
+        lm.use_arm(arm)
+        expected_scores = [score for score, _ in lm.loglikelihood(scored, True)]
+        assert [score for score, _ in automatic.loglikelihood(scored, True)] == pytest.approx(expected_scores, abs=1e-4)
+        assert automatic.generate_until(written, True) == lm.generate_until(written, True)
+
+
 def test_the_registry_knows_it(tiny_llama: Path, adapters: dict[str, Path]) -> None:
     from lm_eval.api.registry import get_model
 
