@@ -120,6 +120,7 @@ def train_sft(
     resume: bool = False,
     force: bool = False,
     draw: bool = True,
+    base_scores: Sequence[ExampleScore] | None = None,
     argv: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> SftReport:
@@ -130,6 +131,7 @@ def train_sft(
         resume: Go on from the latest checkpoint in the output folder.
         force: Replace what an earlier run wrote there.
         draw: Write curves and the run's page.
+        base_scores: Of the evaluation examples under the base model, where they are known from another run.
         argv: The command line, for the provenance.
         progress: Receives the stages.
 
@@ -176,8 +178,7 @@ def train_sft(
         write_json(output / RUN_NAME, provenance("train", facts))
     processes.wait()
     trainer = _trainer(recipe, handle, data, output, progress)
-    base_scores: list[ExampleScore] = []
-    if data.eval is not None:
+    if data.eval is not None and base_scores is None:
         with stage(progress, "Evaluating the base model"):
             handle.use(None)
             base_scores = score_examples(model, data.eval, policy=None, batch_size=recipe.train.batch_size)
@@ -186,7 +187,9 @@ def train_sft(
     with stage(progress, f"Training {recipe.method} at rank {recipe.rank}", recipe.train.max_steps):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     done = int(trainer.state.global_step), time.monotonic() - started
-    report = _finish(recipe, handle, data, facts, base_scores, checkpoint, done, progress, write=processes.is_main)
+    report = _finish(
+        recipe, handle, data, facts, list(base_scores or ()), checkpoint, done, progress, write=processes.is_main
+    )
     remarks: tuple[str, ...] = ()
     if recipe.train.quantisation is not None:
         remarks += (f"trained over a base in {recipe.train.quantisation}: `preft check` it on the base you serve",)

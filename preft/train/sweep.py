@@ -22,7 +22,9 @@ from preft.config.train import METHODS, ResolvedRecipe, SftRecipe
 from preft.data.hub import parse_dataset_name
 from preft.errors import FileError, UsageError
 from preft.models.locate import locate_model
-from preft.train.sft import SCORES_NAME, train_sft
+from preft.train.model import ExampleScore
+from preft.train.output import SCORES_NAME
+from preft.train.sft import train_sft
 from preft.tuners.trainable import method_policy, planned_sites
 
 ROWS_NAME = "rows.jsonl"
@@ -147,11 +149,12 @@ def run_sweep(
     arms = sweep_arms(recipe, settings, progress=progress)
     output = Path(recipe.output)
     done = _open_folder(output, _setup(recipe, settings), resume=resume)
+    base: list[ExampleScore] = []
     cells = [(arm, seed) for seed in settings.seeds for arm in arms]
     for arm, seed in cells:
         key = (arm.method, arm.rank, seed)
         if key not in done:
-            done[key] = _run_cell(resolved, settings, arm, seed, argv, progress)
+            done[key] = _run_cell(resolved, settings, arm, seed, base, argv, progress)
             # Before anything else: a row that is written is never lost.
             with (output / ROWS_NAME).open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(done[key]) + "\n")
@@ -187,9 +190,11 @@ def _run_cell(
     settings: SweepSettings,
     arm: Arm,
     seed: int,
+    base: list[ExampleScore],
     argv: Sequence[str],
     progress: Progress | None,
 ) -> dict[str, Any]:
+    """Makes one run, and its row; the first one scores the base model for all of them, into `base`."""
     recipe = resolved.recipe
     folder = Path(recipe.output) / CELLS / f"{arm.method}-r{arm.rank}-s{seed}"
     rate = settings.learning_rates.get(arm.method, recipe.train.learning_rate)
@@ -206,9 +211,15 @@ def _run_cell(
     )
     origins = {**resolved.origins, **dict.fromkeys((*_VARIED, "orthogonal", "targets"), "sweep")}
     made = train_sft(
-        ResolvedRecipe(own, origins), force=True, draw=settings.keep_adapters, argv=argv, progress=progress
+        ResolvedRecipe(own, origins),
+        force=True,
+        draw=settings.keep_adapters,
+        base_scores=base or None,
+        argv=argv,
+        progress=progress,
     )
     scores = [json.loads(line) for line in (folder / SCORES_NAME).read_text(encoding="utf-8").splitlines()]
+    base[:] = [ExampleScore(row["id"], row["tokens"], row["base"]["loss"], row["base"]["exact"]) for row in scores]
     report = made.to_dict()
     if not settings.keep_adapters:
         shutil.rmtree(folder)

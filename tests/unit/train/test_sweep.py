@@ -68,12 +68,13 @@ def test_a_stopped_sweep_goes_on(recipe_file: Path, tmp_path: Path, monkeypatch:
 
     output = tmp_path / "out"
     resolved = _recipe(recipe_file, output)
-    plain, calls = module.train_sft, []
+    plain, calls, scored = module.train_sft, [], []
 
     def stop_third(*args: Any, **kwargs: Any) -> Any:
         calls.append(args[0].recipe.output)
         if len(calls) == 3:
             raise KeyboardInterrupt
+        scored.append(kwargs["base_scores"] is None)
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(module, "train_sft", stop_third)
@@ -92,6 +93,9 @@ def test_a_stopped_sweep_goes_on(recipe_file: Path, tmp_path: Path, monkeypatch:
     assert rows[2:] == new == read_sweep(output)[2:]
     assert [(row["method"], row["rank"]) for row in new] == [("direftp", 3)]
     assert not list((output / "cells").iterdir())
+    # The second run took the base model's scores from the first one, and the third made its own.
+    assert len({(row["base_eval_loss"], row["base_eval_exact"]) for row in rows}) == 1
+    assert scored == [True, False, True]
     row = rows[0]
     assert sum(row["losses"]) / sum(row["tokens"]) == pytest.approx(row["eval_loss"], abs=1e-5)
     assert len(row["exact"]) == 6
