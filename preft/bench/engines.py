@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,24 @@ class PreftStepper:
         return {**self._engine.execution_facts(), **self._kernels.facts()}
 
 
+def bind_ranks(ranks: int) -> None:
+    """Gives each CPU worker an even share of the cores, or none in particular where there are fewer than workers."""
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks == 1 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return
+    share = len(cores) // ranks
+    shares = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
+    bound = "|".join(",".join(map(str, own)) for own in shares) if share else "nobind"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bound
+
+
 def open_arm(job: ArmJob) -> StockStepper | PreftStepper:
     """Starts the engine of an arm.
 
     Raises:
         EngineError: It does not start, or an adapter cannot be served.
     """
+    bind_ranks(job.tp)
     paths = [Path(path) for path in job.adapter_paths]
     if job.arm in ("base", "base-compiled", "stock-lora"):
         settings = StockSettings(
@@ -130,7 +143,7 @@ def open_arm(job: ArmJob) -> StockStepper | PreftStepper:
         compiled=job.mode != "eager" or is_compiled(job.arm),
         vllm={
             "skip_tokenizer_init": True,
-            **({"tensor_parallel_size": job.tp} if job.tp > 1 else {}),
+            **({"tensor_parallel_size": job.tp, "distributed_executor_backend": "mp"} if job.tp > 1 else {}),
         },
     )
     engine = Engine(job.model, {f"a{index}": path for index, path in enumerate(paths)}, settings=ours)

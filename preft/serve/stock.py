@@ -60,7 +60,7 @@ class StockSettings:
         if self.eager:
             arguments["enforce_eager"] = True
         if self.tp > 1:
-            arguments["tensor_parallel_size"] = self.tp
+            arguments |= {"tensor_parallel_size": self.tp, "distributed_executor_backend": "mp"}
         if self.adapters:
             rank = next((rank for rank in LORA_RANKS if rank >= self.max_rank), None)
             if rank is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from preft.bench.engines import bind_ranks
 from preft.bench.facts import available_memory, machine_facts, room_for_adapters
 from preft.errors import UsageError
 from preft.serve.stock import LORA_RANKS, StockSettings, installed_version
@@ -18,6 +20,8 @@ def test_base_has_no_lora() -> None:
     assert arguments["enforce_eager"] is True
     assert arguments["kv_cache_memory_bytes"] == 1 << 29
     assert not any("lora" in key for key in arguments)
+    assert "tensor_parallel_size" not in arguments
+    assert StockSettings(tp=2).engine_arguments("m")["tensor_parallel_size"] == 2
     assert "enforce_eager" not in StockSettings(eager=False).engine_arguments("m")
 
 
@@ -31,6 +35,21 @@ def test_slots_beyond_the_adapters_are_not_asked_for() -> None:
     assert StockSettings(adapters=ADAPTERS, slots=64).engine_arguments("m")["max_loras"] == 5
     with pytest.raises(UsageError, match="no LoRA of this rank"):
         StockSettings(adapters=ADAPTERS, max_rank=513).engine_arguments("m")
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 0, 2, 1})
+    monkeypatch.setenv(name, "so that the end restores what was there")
+    for ranks, bound in ((2, "0,1|2,3"), (3, "0|1|2"), (5, "nobind")):
+        monkeypatch.delenv(name, raising=False)
+        bind_ranks(ranks)
+        assert os.environ[name] == bound
+    bind_ranks(2)
+    assert os.environ[name] == "nobind"  # what is set stays
+    monkeypatch.delenv(name)
+    bind_ranks(1)
+    assert name not in os.environ
 
 
 @pytest.mark.engine
