@@ -240,7 +240,8 @@ def _draw(axes: Any, arms: Sequence[Mapping[str, Any]], measure: str) -> None:
     for number, method in enumerate(dict.fromkeys(arm["method"] for arm in arms)):
         own = sorted((arm for arm in arms if arm["method"] == method), key=lambda arm: arm["parameters"])
         colour = COLOURS[number % len(COLOURS)]
-        sizes = [arm["parameters"] for arm in own]
+        # Arms of equal size would hide each other's intervals.
+        sizes = [arm["parameters"] * 1.04**number for arm in own]
         centres = [arm[measure]["value"] for arm in own]
         ends = [(found["low"], found["high"]) for arm in own if (found := arm[measure])]
         reach = [
@@ -248,11 +249,11 @@ def _draw(axes: Any, arms: Sequence[Mapping[str, Any]], measure: str) -> None:
             for side in (0, 1)
         ]
         axes.errorbar(sizes, centres, yerr=reach, color=colour, marker="o", markersize=4, capsize=2, label=method)
-        for arm in own:
+        for arm, size in zip(own, sizes, strict=True):
             seeds = arm[measure]["by_seed"]
-            axes.plot([arm["parameters"]] * len(seeds), seeds, ".", color=colour, alpha=0.4, markersize=4)
+            axes.plot([size] * len(seeds), seeds, ".", color=colour, alpha=0.4, markersize=4)
             axes.annotate(
-                f"r{arm['rank']}", (arm["parameters"], arm[measure]["value"]), (3, 3),
+                f"r{arm['rank']}", (size, arm[measure]["value"]), (3, 3),
                 textcoords="offset points", fontsize=8, color=colour,
             )  # fmt: skip
     axes.set_xscale("log")
