@@ -290,6 +290,33 @@ def test_data_that_cannot_be_reached_is_an_error_of_its_own(tasks: Path, tmp_pat
         load_tasks(manager, names)
 
 
+@pytest.mark.full
+def test_the_harness_s_names_work_where_their_data_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows in memory in place of the hub, then without a network; its definitions take seconds to read."""
+    import datasets
+
+    question = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5\n#### 5"}
+    split = datasets.Dataset.from_list([question] * 6)
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: {"train": split, "test": split})
+    far = ("gsm8k", "ifeval", "mmlu_anatomy", "hendrycks_math_algebra")
+    manager, names = find_tasks([*far, "humaneval", "preft_chain_sum"])
+    assert names == [*far, "humaneval", "preft_chain_sum"]
+    loaded = load_tasks(manager, ["gsm8k", "preft_chain_sum"])["tasks"]
+    assert len(loaded["gsm8k"].eval_docs) == 6
+    assert loaded["preft_chain_sum"].config.metadata["version"] == 1.0
+
+    def unreachable(**_: object) -> None:
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    for name in far:
+        with pytest.raises(FileError) as caught:
+            load_tasks(manager, [name])
+        assert "`preft_...`" in str(caught.value)
+    with pytest.raises(UnsupportedError, match="outside the sandbox"):
+        load_tasks(manager, ["humaneval"])
+
+
 def test_a_task_that_runs_written_code_is_refused_before_it_is_loaded(tasks: Path, tmp_path: Path) -> None:
     text = (tasks / "write.yaml").read_text().replace("rows.jsonl", "absent.jsonl") + "unsafe_code: true\n"
     (tmp_path / "write.yaml").write_text(text)
