@@ -87,7 +87,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(model: Path, root: Path, folder: Path, *options: str, max_model_len: int = 400) -> Iterator[Server]:
+def running_server(
+    model: Path, root: Path, folder: Path, *options: str, max_model_len: int = 400, **variables: str
+) -> Iterator[Server]:
     """Starts `preft serve` on a free port and waits until it says that it is ready.
 
     Args:
@@ -96,6 +98,7 @@ def running_server(model: Path, root: Path, folder: Path, *options: str, max_mod
         folder: For its key and its log.
         options: More of them.
         max_model_len: Longest prompt plus output.
+        variables: More of its environment.
     """
     (folder / "key").write_text(KEY)
     log = folder / "stderr"
@@ -105,6 +108,7 @@ def running_server(model: Path, root: Path, folder: Path, *options: str, max_mod
     command += ["--served-model-name", "alias", "--", "--block-size", str(BLOCK)]
     command += ["--max-num-seqs", "8", "--max-num-batched-tokens", str(CHUNK)]
     environment = {key: value for key, value in os.environ.items() if key != "VLLM_LOGGING_LEVEL"}
+    environment |= variables
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment)
     server = Server(process, 0, log)

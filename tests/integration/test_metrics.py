@@ -115,4 +115,8 @@ def test_memory_is_told_as_planned_and_as_used(server: Server) -> None:
 def test_vllms_own_metrics_are_there_too(server: Server) -> None:
     _, text = server.ask("GET", "/metrics")
     assert 'vllm:num_requests_running{engine="0"' in text
+    # One series without names, where vLLM alone would make one of each set of names that ever ran together.
+    info = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
+    assert len(info) == 1
+    assert 'running_lora_adapters="",waiting_lora_adapters=""' in info[0]
     assert "AssertionError" not in server.log.read_text()

@@ -102,8 +102,13 @@ class PreftStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Counts one step."""
-        if scheduler_stats is None or not scheduler_stats.kv_connector_stats:
+        """Counts one step, and takes out what vLLM's loggers must not see."""
+        if scheduler_stats is None:
+            return
+        # vLLM would make a time series of each set of names that it ever sees; names are for who asks for them.
+        scheduler_stats.running_lora_adapters = {}
+        scheduler_stats.waiting_lora_adapters = {}
+        if not scheduler_stats.kv_connector_stats:
             return
         message = scheduler_stats.kv_connector_stats.pop(KEY, None)
         if not scheduler_stats.kv_connector_stats:

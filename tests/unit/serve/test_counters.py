@@ -95,11 +95,16 @@ def test_vllms_loggers_never_see_the_message(ledger: AdapterLedger) -> None:
 
     registry = CollectorRegistry()
     logger = PreftStatLogger(None, AdapterMetrics(BackendOptions("1", 2, 8, 1000), 64, registry))  # type: ignore[arg-type]
-    stats = SchedulerStats(kv_connector_stats={KEY: {**message(ledger), "names": []}})
+    stats = SchedulerStats(
+        kv_connector_stats={KEY: {**message(ledger), "names": []}},
+        running_lora_adapters={"ada": 1},
+        waiting_lora_adapters={"bob": 2},
+    )
     logger.record(stats, None)
     logger.record(SchedulerStats(), None)
     logger.record(None, None)
 
     assert stats.kv_connector_stats is None
+    assert stats.running_lora_adapters == stats.waiting_lora_adapters == {}
     assert registry.get_sample_value("preft_adapted_tokens_total") == 90
     assert registry.get_sample_value("preft_adapter_requests_total", {"adapter": "other"}) is None
