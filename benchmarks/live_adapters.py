@@ -77,7 +77,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     wanted = [options.only] if options.only else list(PARTS)
     if "slots" in wanted:
         found["slots"] = slots_part(options, model, read_facts(model, "bfloat16").vocab_size, paths)
-    job = {"model": str(model), "paths": paths["lorap"], "arriving": 8 if options.small else ARRIVING}
+    watched = {"arriving": 4, "steps": 20} if options.small else {"arriving": ARRIVING, "steps": QUIET_STEPS}
+    job = {"model": str(model), "paths": paths["lorap"], **watched}
     for part in ("memory", "stall"):
         if part in wanted:
             found[part] = run_child(part, job, options.out)
@@ -221,7 +222,7 @@ def stall_child(job: dict[str, Any]) -> dict[str, Any]:
         for name, newcomers in (("alone", []), ("resident adapters come", warm), ("cold adapters come", cold)):
             neighbours = Neighbours()
             neighbours.start()
-            gaps, seconds = watch(engine, name, newcomers)
+            gaps, seconds = watch(engine, name, newcomers, job["steps"])
             phases[name] = {**spread(gaps), "steps": len(gaps), "other_busy_cores": neighbours.busy_cores()}
             spans[name] = seconds
         adapters = engine.status()[0]["adapters"]
@@ -231,8 +232,8 @@ def stall_child(job: dict[str, Any]) -> dict[str, Any]:
     return {"summary": summary, "phases": phases, "seconds": spans}
 
 
-def watch(engine: Any, phase: str, newcomers: Sequence[str]) -> tuple[list[float], float]:
-    """Times between tokens of the running requests, until the newcomers are through or enough steps have passed."""
+def watch(engine: Any, phase: str, newcomers: Sequence[str], steps: int) -> tuple[list[float], float]:
+    """Times between tokens of the running requests, until the newcomers are through and enough steps have passed."""
     first = sum(map(ord, phase))  # new prompts in each phase
     running = [engine.submit(request(f"r{i}", i, first + i, 450, length=32)) for i in range(RUNNING)]
     left = set(running)
@@ -241,7 +242,7 @@ def watch(engine: Any, phase: str, newcomers: Sequence[str]) -> tuple[list[float
         left -= {update.ticket for update in engine.step() if update.num_tokens}
     tickets = {engine.submit(request(name, int(name[1:]), first + 100 + i, 1)) for i, name in enumerate(newcomers)}
     started = before = time.perf_counter()
-    while engine.has_unfinished and (tickets if newcomers else len(gaps) < QUIET_STEPS):
+    while engine.has_unfinished and (tickets or len(gaps) < steps):
         updates = engine.step()
         now = time.perf_counter()
         if any(update.ticket in running for update in updates):
