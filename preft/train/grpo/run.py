@@ -159,10 +159,6 @@ class _Run:
         updater.updates = start * recipe.train.iterations
         with stage(self.progress, "Comparing engine and trainer"):
             probe = self._prove(updater)
-        base = None
-        if self.data.eval is not None:
-            with stage(self.progress, "Evaluating the base model"):
-                base = self._rewards_of(base=True)
         loop = Loop(
             recipe=recipe,
             handle=self.handle,
@@ -182,7 +178,7 @@ class _Run:
             if self.progress is not None and start:
                 self.progress.advance(start)
             loop(start)
-        return self._finish(start if checkpoint is not None else None, probe, base, time.monotonic() - began)
+        return self._finish(start if checkpoint is not None else None, probe, time.monotonic() - began)
 
     def _prove(self, updater: Updater) -> Probe:
         recipe = self.recipe
@@ -198,11 +194,14 @@ class _Run:
         self.sampler.push(extract_adapter(self.handle))
         return self._rewards_of(base=False)
 
-    def _finish(self, resumed: int | None, probe: Probe, base: tuple[float, ...] | None, seconds: float) -> GrpoReport:
+    def _finish(self, resumed: int | None, probe: Probe, seconds: float) -> GrpoReport:
         """Evaluates, writes the adapter, and reports."""
         recipe, output = self.recipe, self.output
         evaluation = None
-        if base is not None and self.data.eval is not None:
+        if self.data.eval is not None:
+            # Here and not at the start, so that a run that is resumed does it once.
+            with stage(self.progress, "Evaluating the base model"):
+                base = self._rewards_of(base=True)
             with stage(self.progress, "Evaluating the adapter"):
                 evaluation = Evaluation(base, self._rewards_now())
             _write_evaluation(output / SCORES_NAME, self.data.eval, evaluation)

@@ -129,6 +129,25 @@ def test_the_curves_are_drawn(recipe: Callable[..., ResolvedGrpoRecipe]) -> None
     assert "Reward" in (made.folder / "index.html").read_text()
 
 
+def test_the_command(
+    recipe: Callable[..., ResolvedGrpoRecipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from preft_cli.app import run as preft
+
+    arguments = ["train", "grpo", str(tmp_path / "r.yaml"), "--set", "train.max_steps=1", "--set", "rollout.engine=hf"]
+    assert preft([*arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["digest"] == load_adapter(tmp_path / "out").digest
+    assert "train.max_steps: 1  (--set)" in captured.err
+    assert preft([*arguments, "--quiet"]) == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+    assert preft([*arguments, "--quiet", "--force"]) == 0
+    assert "engine and trainer" in capsys.readouterr().out
+    assert preft([*arguments, "--set", "rollout.groups=4"]) == 2
+    assert "rollout.groups" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- engine and trainer
 
 
