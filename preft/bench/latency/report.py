@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from preft.bench.page import PAGE_NAME, as_text, number_text, page_text, table_t
 from preft.bench.plots import LOOKS, inline_figure, save_figure
 
 SERVED_LOOK = ("#2563eb", "-")
+PANELS = {"ttft_s": "time to first token, ms", "tpot_s": "time per later token, ms"}
 
 COLUMNS = {
     "arm": lambda entry: entry["arm"],
@@ -51,8 +53,11 @@ def save_report(
     drawn = [entry for entry in entries if entry["rate"] is not None and entry["ttft_s_p50"] is not None]
     picture = ""
     if drawn:
-        save_figure(lambda pyplot: _figure(drawn, pyplot), out, "latency")
-        picture = f"<figure>{inline_figure(lambda pyplot: _figure(drawn, pyplot))}</figure>"
+        save_figure(functools.partial(_figure, drawn, metrics=list(PANELS)), out, "latency")
+        # One below the other on a phone.
+        figures = {metric: functools.partial(_figure, drawn, metrics=[metric]) for metric in PANELS}
+        picture = "".join(inline_figure(draw, metric) for metric, draw in figures.items())
+        picture = f"<figure>{picture}</figure>"
     title = f"Latency of {Path(str(setup['model'])).name}"
     machine = setup.get("machine", {})
     lengths = (
@@ -65,8 +70,8 @@ def save_report(
         f"<h1>{as_text(title)}</h1>",
         f'<p class="soft">{as_text(lengths)}; {as_text(setup["popularity"])} adapters. '
         f"{as_text(machine.get('processor', ''))}, {as_text(machine.get('cores', '?'))} cores; client and server share "
-        f"them unless the server is elsewhere. {as_text(setup.get('created', ''))}</p>",
-        "".join(f'<p class="warn">{as_text(note)}</p>' for note in notes),
+        f"them unless the server is elsewhere. {as_text(setup.get('created', '')[:16])}</p>",
+        "".join(f"<p{_tone(note)}>{as_text(note)}</p>" for note in notes),
         picture,
         "<h2>By load</h2>",
         table_text(COLUMNS, entries),
@@ -80,12 +85,16 @@ def save_report(
     return write_page(out / PAGE_NAME, page_text(title, parts))
 
 
-def _figure(entries: Sequence[Mapping[str, Any]], pyplot: Any) -> Any:
-    figure, panels = pyplot.subplots(1, 2, figsize=(8.4, 3.6), layout="constrained")
-    for panel, metric, title in (
-        (panels[0], "ttft_s", "time to first token, ms"),
-        (panels[1], "tpot_s", "time per later token, ms"),
-    ):
+def _tone(note: str) -> str:
+    return "" if note.startswith("the knee") else ' class="warn"'
+
+
+def _figure(entries: Sequence[Mapping[str, Any]], pyplot: Any, metrics: Sequence[str]) -> Any:
+    figure, grid = pyplot.subplots(
+        1, len(metrics), figsize=(4.6 * len(metrics), 3.6), layout="constrained", squeeze=False
+    )
+    panels = grid[0]
+    for panel, metric in zip(panels, metrics, strict=True):
         for arm in dict.fromkeys(entry["arm"] for entry in entries):
             own = [entry for entry in entries if entry["arm"] == arm and entry[f"{metric}_p50"] is not None]
             colour, style = LOOKS.get(own[0]["kind"], SERVED_LOOK) if own else SERVED_LOOK
@@ -100,12 +109,14 @@ def _figure(entries: Sequence[Mapping[str, Any]], pyplot: Any) -> Any:
                 label=arm,
             )
             panel.plot(rates, [entry[f"{metric}_p99"] * 1e3 for entry in own], ":", color=colour, marker=".", ms=3)
-        panel.set_title(title, fontsize=10)
+        panel.set_title(PANELS[metric], fontsize=10)
         panel.set_xlabel("requests/s offered")
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:g}")
-        panel.minorticks_off()
+        panel.xaxis.minorticks_off()
         panel.set_yscale("log")
+        for format_ticks in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            format_ticks("{x:g}")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=8, title="line p50, dots p99", title_fontsize=8)

@@ -183,7 +183,7 @@ def test_a_sweep_ends_past_the_knee(tiny_llama: Path, tmp_path: Path, capsys: py
     )
     page = (tmp_path / "index.html").read_text()
     assert fetched(page) == []
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == 2
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
 
 
