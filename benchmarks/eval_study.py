@@ -204,7 +204,11 @@ INTRODUCTION = """\
 
 {model} learns to end every sentence with ", {mark}": {steps} steps of 8 of its own answers with the words put in, one
 adapter a method at rank {rank} on the method's default sites. Nothing is learnt about the tasks below, so a difference
-there is damage, or the style getting in the way. `{command}`, on {cores} cores; vLLM, {dtype}.
+there is damage, or the style getting in the way. On {cores} cores, vLLM, dtype {dtype}:
+
+```
+{command}
+```
 
 ## Tasks
 

@@ -2,7 +2,8 @@
 
 Source of the score: Bai et al., "LongWriter: Unleashing 10,000+ Word Generation from Long Context LLMs" (2024), section
 2, and THUDM/LongWriter `evaluation/eval_length.py`: with l words asked for and l' written, 100 * max(0, 1 - (l'/l - 1)
-/ 3) where it is longer, 100 * max(0, 1 - (l/l' - 1) / 2) where it is shorter.
+/ 3) where it is longer, 100 * max(0, 1 - (l/l' - 1) / 2) where it is shorter. Here it is a share, without the 100, as
+the statistics take what lies between 0 and 1 for one.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def score(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
 
 
 def length_score(asked: int, written: int) -> float:
-    """S_l between 0 and 100; see the module."""
+    """S_l / 100; see the module."""
     if written > asked:
-        return 100.0 * max(0.0, 1.0 - (written / asked - 1.0) / 3.0)
-    return 100.0 * max(0.0, 1.0 - (asked / written - 1.0) / 2.0) if written else 0.0
+        return max(0.0, 1.0 - (written / asked - 1.0) / 3.0)
+    return max(0.0, 1.0 - (asked / written - 1.0) / 2.0) if written else 0.0
 
 
 def count_words(text: str) -> int:

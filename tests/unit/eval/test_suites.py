@@ -175,7 +175,7 @@ def test_the_verifiers_are_the_harness_s_own(loaded: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("asked", "written", "score"),
     # By hand from the formula: 1 - 1/3 at twice the length, 1 - 1/2 at half of it, nothing from 4 times and 1/3 on.
-    [(100, 100, 100), (100, 200, 100 * 2 / 3), (100, 50, 50), (300, 100, 0), (100, 400, 0), (100, 900, 0), (100, 0, 0)],
+    [(100, 100, 1), (100, 200, 2 / 3), (100, 50, 0.5), (300, 100, 0), (100, 400, 0), (100, 900, 0), (100, 0, 0)],
 )
 def test_the_score_of_a_length(asked: int, written: int, score: float) -> None:
     assert length.length_score(asked, written) == pytest.approx(score)
