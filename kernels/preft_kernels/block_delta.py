@@ -21,6 +21,80 @@ from preft_kernels.tuning import MAX_RANK, BlockDeltaConfig, block_delta_config,
 
 
 @triton.jit
+def inner_products(
+    hidden_row,
+    residual_row,
+    down_row,
+    rank_ok,
+    WIDTH: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS_IN: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[ROWS, PADDED] float32: the stream of some rows times `down`."""
+    in_at = tl.arange(0, COLUMNS_IN)
+    inner = tl.zeros((ROWS, PADDED), dtype=tl.float32)
+    for start in tl.range(0, WIDTH, COLUMNS_IN, num_stages=STAGES):
+        column = start + in_at
+        if WIDTH % COLUMNS_IN == 0:
+            stream = tl.load(hidden_row + column[None, :]).to(tl.float32)
+            if HAS_RESIDUAL:
+                stream += tl.load(residual_row + column[None, :]).to(tl.float32)
+            down = tl.load(down_row + column[:, None], mask=rank_ok[None, :], other=0.0, eviction_policy="evict_last")
+        else:
+            column_ok = column < WIDTH
+            stream = tl.load(hidden_row + column[None, :], mask=column_ok[None, :], other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                stream += tl.load(residual_row + column[None, :], mask=column_ok[None, :], other=0.0).to(tl.float32)
+            down = tl.load(
+                down_row + column[:, None],
+                mask=column_ok[:, None] & rank_ok[None, :],
+                other=0.0,
+                eviction_policy="evict_last",
+            )
+        # The model's own addition rounds the stream to its type in the same way.
+        inner = tl.dot(stream.to(down.dtype), down, inner, input_precision=PRECISION)
+    return inner
+
+
+@triton.jit
+def add_products(
+    inner_rounded,
+    hidden_row,
+    up_row,
+    row_ok,
+    rank_ok,
+    WIDTH: tl.constexpr,
+    COLUMNS_OUT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds inner products times `up` to some rows of `hidden`."""
+    out_at = tl.arange(0, COLUMNS_OUT)
+    for start in tl.range(0, WIDTH, COLUMNS_OUT, num_stages=STAGES):
+        column = start + out_at
+        if WIDTH % COLUMNS_OUT == 0:
+            up = tl.load(up_row + column[None, :], mask=rank_ok[:, None], other=0.0, eviction_policy="evict_last")
+            base = tl.load(hidden_row + column[None, :])
+            keep = row_ok[:, None]
+        else:
+            column_ok = column < WIDTH
+            up = tl.load(
+                up_row + column[None, :],
+                mask=rank_ok[:, None] & column_ok[None, :],
+                other=0.0,
+                eviction_policy="evict_last",
+            )
+            base = tl.load(hidden_row + column[None, :], mask=column_ok[None, :], other=0.0)
+            keep = row_ok[:, None] & column_ok[None, :]
+        total = base.to(tl.float32) + tl.dot(inner_rounded, up, input_precision=PRECISION)
+        tl.store(hidden_row + column[None, :], total.to(base.dtype), mask=keep)
+
+
+@triton.jit
 def block_delta_kernel(
     hidden_ptr,
     residual_ptr,
@@ -48,8 +122,6 @@ def block_delta_kernel(
     num_tiles = tl.load(header_ptr)
     row_at = tl.arange(0, ROWS)
     rank_at = tl.arange(0, PADDED)
-    in_at = tl.arange(0, COLUMNS_IN)
-    out_at = tl.arange(0, COLUMNS_OUT)
     for work in range(tl.program_id(0), num_tiles * PARTS, tl.num_programs(0)):
         # First parts of all tiles, then second parts: most tiles of many adapters have no second part.
         tile = work % num_tiles
@@ -66,55 +138,15 @@ def block_delta_kernel(
             hidden_row = hidden_ptr + row[:, None] * hidden_stride
             residual_row = residual_ptr + row[:, None] * residual_stride
             down_row = down_ptr + slot * (RANK * WIDTH) + rank_at[None, :] * WIDTH
-            inner = tl.zeros((ROWS, PADDED), dtype=tl.float32)
-            for start in tl.range(0, WIDTH, COLUMNS_IN, num_stages=STAGES):
-                column = start + in_at
-                if WIDTH % COLUMNS_IN == 0:
-                    stream = tl.load(hidden_row + column[None, :]).to(tl.float32)
-                    if HAS_RESIDUAL:
-                        stream += tl.load(residual_row + column[None, :]).to(tl.float32)
-                    down = tl.load(
-                        down_row + column[:, None], mask=rank_ok[None, :], other=0.0, eviction_policy="evict_last"
-                    )
-                else:
-                    column_ok = column < WIDTH
-                    stream = tl.load(hidden_row + column[None, :], mask=column_ok[None, :], other=0.0).to(tl.float32)
-                    if HAS_RESIDUAL:
-                        stream += tl.load(residual_row + column[None, :], mask=column_ok[None, :], other=0.0).to(
-                            tl.float32
-                        )
-                    down = tl.load(
-                        down_row + column[:, None],
-                        mask=column_ok[:, None] & rank_ok[None, :],
-                        other=0.0,
-                        eviction_policy="evict_last",
-                    )
-                # The model's own addition rounds the stream to its type in the same way.
-                inner = tl.dot(stream.to(down.dtype), down, inner, input_precision=PRECISION)
+            up_row = up_ptr + slot * (RANK * WIDTH) + rank_at[:, None] * WIDTH
+            inner = inner_products(
+                hidden_row, residual_row, down_row, rank_ok,
+                WIDTH, HAS_RESIDUAL, ROWS, PADDED, COLUMNS_IN, STAGES, PRECISION,
+            )  # fmt: skip
             bias = tl.load(bias_ptr + slot * RANK + rank_at, mask=rank_ok, other=0.0)
             inner += bias.to(tl.float32)[None, :]
             inner_rounded = inner.to(up_ptr.dtype.element_ty)
-            up_row = up_ptr + slot * (RANK * WIDTH) + rank_at[:, None] * WIDTH
-            for start in tl.range(0, WIDTH, COLUMNS_OUT, num_stages=STAGES):
-                column = start + out_at
-                if WIDTH % COLUMNS_OUT == 0:
-                    up = tl.load(
-                        up_row + column[None, :], mask=rank_ok[:, None], other=0.0, eviction_policy="evict_last"
-                    )
-                    base = tl.load(hidden_row + column[None, :])
-                    keep = row_ok[:, None]
-                else:
-                    column_ok = column < WIDTH
-                    up = tl.load(
-                        up_row + column[None, :],
-                        mask=rank_ok[:, None] & column_ok[None, :],
-                        other=0.0,
-                        eviction_policy="evict_last",
-                    )
-                    base = tl.load(hidden_row + column[None, :], mask=column_ok[None, :], other=0.0)
-                    keep = row_ok[:, None] & column_ok[None, :]
-                total = base.to(tl.float32) + tl.dot(inner_rounded, up, input_precision=PRECISION)
-                tl.store(hidden_row + column[None, :], total.to(base.dtype), mask=keep)
+            add_products(inner_rounded, hidden_row, up_row, row_ok, rank_ok, WIDTH, COLUMNS_OUT, STAGES, PRECISION)
 
 
 def constants(

@@ -42,11 +42,10 @@ def code_hash() -> str:
     vLLM keys compiled code by its settings, `additional_config` among them, and not by worker classes. With this in
     it, code compiled without our operations, or for others, is never loaded.
     """
-    import preft
     import preft_kernels
 
     digest = hashlib.sha256()
-    roots = (Path(preft.__file__).parent / "serve", Path(preft_kernels.__file__).parent)
+    roots = (Path(__file__).parents[1], Path(preft_kernels.__file__).parent)
     for path in sorted(path for root in roots for path in root.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

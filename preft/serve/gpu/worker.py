@@ -32,8 +32,7 @@ class PreftGPUWorker(PreftWorker, Worker):  # type: ignore[misc]
         guard.require_our_scheduler(self.vllm_config)
         guard.require_safe_config(self.vllm_config)
         self.preft_options = BackendOptions.from_config(self.vllm_config.additional_config)
-        if self.vllm_config.is_mm_encoder_only:
-            raise UnsupportedError("An engine that runs encoders alone has no use for adapters")
+        require_served_on_gpu(self.vllm_config)
         super().init_device()
 
     def _make_model_runner(self) -> Any:
@@ -81,6 +80,23 @@ class PreftGPUWorker(PreftWorker, Worker):  # type: ignore[misc]
         if isinstance(output, AsyncModelRunnerOutput):
             return _AsyncWithReport(output, super()._preft_with_report)
         return super()._preft_with_report(output)
+
+
+def require_served_on_gpu(config: Any) -> None:
+    """Refuses what the CPU backend serves, or vLLM has, and this worker does not.
+
+    Raises:
+        UnsupportedError: The message says what and why.
+    """
+    model = config.model_config
+    refusals = (
+        (config.is_mm_encoder_only, "an engine that runs encoders alone", "no row of it is a prompt's"),
+        (model.is_moe, "a mixture of experts", "vLLM would build its experts with adapters, which preft does not fill"),
+        (model.enable_sleep_mode, "`--enable-sleep-mode`", "sleep discards the slots' numbers, and they would be used"),
+    )
+    for refused, what, why in refusals:
+        if refused:
+            raise UnsupportedError(f"Not served with preft adapters on GPUs: {what}: {why}")
 
 
 class _AsyncWithReport(AsyncModelRunnerOutput):  # type: ignore[misc]

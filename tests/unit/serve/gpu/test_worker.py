@@ -78,6 +78,26 @@ def test_the_worker_does_not_start_unasked() -> None:
         built.init_device()
 
 
+@pytest.mark.parametrize("refused", [None, "is_mm_encoder_only", "is_moe", "enable_sleep_mode"])
+def test_what_the_gpu_worker_does_not_serve(refused: str | None) -> None:
+    facts = {name: name == refused for name in ("is_mm_encoder_only", "is_moe", "enable_sleep_mode")}
+    encoder_only = facts.pop("is_mm_encoder_only")
+    config = SimpleNamespace(is_mm_encoder_only=encoder_only, model_config=SimpleNamespace(**facts))
+    if refused is None:
+        worker.require_served_on_gpu(config)
+        return
+    with pytest.raises(UnsupportedError, match="Not served with preft adapters on GPUs"):
+        worker.require_served_on_gpu(config)
+
+
+def test_those_settings_are_vllms() -> None:
+    from vllm.config import ModelConfig, VllmConfig
+
+    assert hasattr(VllmConfig, "is_mm_encoder_only")
+    assert hasattr(ModelConfig, "is_moe")
+    assert "enable_sleep_mode" in ModelConfig.__dataclass_fields__
+
+
 def test_a_report_travels_with_an_output_that_arrives_late() -> None:
     late, arrived = object.__new__(_Late), ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
     late.output = arrived
