@@ -60,6 +60,7 @@ class Measured:
         prefill_s: Until every request had its first token.
         seconds: First request to last token.
         output_tokens_per_s: Throughput.
+        shared: Whether it was measured at another point with the same requests.
     """
 
     arm: str
@@ -69,6 +70,7 @@ class Measured:
     prefill_s: float
     seconds: float
     output_tokens_per_s: float
+    shared: bool = False
 
     @property
     def point(self) -> tuple[int, int]:
@@ -100,9 +102,8 @@ def read_measured(path: Path) -> list[Measured]:
 
 
 def _is_predicted(row: Mapping[str, Any]) -> bool:
-    """Whether the roofline has the arm: no second arm of a kind, no mixed ranks, no row that is another's copy."""
-    whole = row["kind"] in ARMS and row["kind"] == row["arm"]
-    return whole and isinstance(row["lora_rank"], int) and not row.get("shared")
+    """Whether the roofline has the arm: no second arm of a kind, no mixed ranks."""
+    return row["kind"] in ARMS and row["kind"] == row["arm"] and isinstance(row["lora_rank"], int)
 
 
 def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
@@ -121,7 +122,8 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
     prefill, seconds, speed = (
         statistics.median(row[key] for row in rows) for key in ("prefill_s", "seconds", "output_tokens_per_s")
     )
-    return Measured(first["arm"], first["adapters"], first["lora_rank"], load, prefill, seconds, speed)
+    shared = bool(first.get("shared"))
+    return Measured(first["arm"], first["adapters"], first["lora_rank"], load, prefill, seconds, speed, shared)
 
 
 def predict(shape: ModelShape, fitted: Fitted, measured: Measured) -> tuple[float, float]:
@@ -183,6 +185,17 @@ def _descend(loss: Callable[[Sequence[float]], float], start: list[float]) -> li
     return here
 
 
+def _is_same_base(item: Measured, fitting: Sequence[Measured]) -> bool:
+    """Whether it is the measurement of base that a fitted point shares, and so no test of the fit."""
+    lengths = (item.load.requests, item.load.input_len, item.load.output_len)
+    return item.arm == "base" and any(
+        other.arm == "base"
+        and (other.shared or item.shared)
+        and lengths == (other.load.requests, other.load.input_len, other.load.output_len)
+        for other in fitting
+    )
+
+
 def calibrate(shape: ModelShape, measured: Sequence[Measured], at: tuple[int, int] | None = None) -> dict[str, Any]:
     """Fits one point and predicts every other.
 
@@ -206,6 +219,8 @@ def calibrate(shape: ModelShape, measured: Sequence[Measured], at: tuple[int, in
     fitted = fit(shape, fitting)
     rows: list[dict[str, Any]] = []
     for item in measured:
+        if item.shared and item.point != chosen:
+            continue
         seconds = predict(shape, fitted, item)[1]
         speed = item.load.requests * item.load.output_len / seconds
         rows.append(
@@ -216,7 +231,7 @@ def calibrate(shape: ModelShape, measured: Sequence[Measured], at: tuple[int, in
                 "measured_tokens_per_s": item.output_tokens_per_s,
                 "predicted_tokens_per_s": speed,
                 "error": speed / item.output_tokens_per_s - 1,
-                "fitted": item.point == chosen,
+                "fitted": item.point == chosen or _is_same_base(item, fitting),
             }
         )
     others = [abs(row["error"]) for row in rows if not row["fitted"]]

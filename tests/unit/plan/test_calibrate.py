@@ -89,8 +89,19 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     rows[1].update(kind="stock-lora", arm="stock-lora")
     rows[2].update(arm="lorap-2")
     rows[3].update(lora_rank="8+32")
-    rows[4].update(shared=True)
-    assert len(read_measured(written(tmp_path, rows))) == 19
+    assert len(read_measured(written(tmp_path, rows))) == 20
+
+
+def test_a_shared_base_is_fitted_with_its_point_and_tests_nothing_elsewhere(tmp_path: Path) -> None:
+    rows = rows_of()
+    for row in rows:
+        # Base of all points was measured at the first one.
+        row["shared"] = row["arm"] == "base" and (row["adapters"], row["lora_rank"]) != (1, 8)
+    found = calibrate(SHAPE, read_measured(written(tmp_path, rows)), (8, 32))
+    base = {(row["adapters"], row["lora_rank"]): row["fitted"] for row in found["points"] if row["arm"] == "base"}
+    assert base == {(8, 32): True, (1, 8): True}
+    assert sum(not row["fitted"] for row in found["points"]) == 5 * 3
+    assert found["close_elsewhere"] is True
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:
