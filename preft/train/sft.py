@@ -190,14 +190,20 @@ def train_sft(
     report = _finish(
         recipe, handle, data, facts, list(base_scores or ()), checkpoint, done, progress, write=processes.is_main
     )
+    return _show_and_push(resolved, report, draw=draw, progress=progress) if processes.is_main else report
+
+
+def _show_and_push(resolved: ResolvedRecipe, report: SftReport, *, draw: bool, progress: Progress | None) -> SftReport:
+    """What follows once the adapter is safe: its curves, and the hub."""
+    recipe, output = resolved.recipe, report.folder
     remarks: tuple[str, ...] = ()
     if recipe.train.quantisation is not None:
         remarks += (f"trained over a base in {recipe.train.quantisation}: `preft check` it on the base you serve",)
-    if draw and processes.is_main:
+    if draw:
         with stage(progress, "Drawing the curves"):
             remarks += draw_run(output, report.to_dict(), resolved.table())
     pushed = None
-    if recipe.push_to_hub is not None and processes.is_main:
+    if recipe.push_to_hub is not None:
         with stage(progress, f"Pushing to {recipe.push_to_hub}"):
             pushed = push_adapter(output, recipe.push_to_hub, private=recipe.push_private)
     return replace(report, remarks=remarks, pushed=pushed)
