@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from preft_kernels.tuning import BlockDeltaConfig, block_delta_config
+from preft_kernels.tuning import BlockDeltaConfig, block_delta_config, candidates
 
 if TYPE_CHECKING:
     from tests.kernels.aot import Code
@@ -69,6 +69,14 @@ def test_block_delta_for_few_rows(target: str) -> None:
     config = block_delta_config(4096, 16, 256, is_amd=target.startswith("gfx"))
     assert config.rows == 16
     assert problems(compile_block_delta(4096, 16, target, config, torch.float16)) == []
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_every_candidate_that_the_gpu_script_measures_fits(rows: int) -> None:
+    shapes = {shape for shape in candidates(8192, 64) if shape.rows == rows}
+    config = shapes.pop()
+    assert {(other.columns_in, other.stages) for other in shapes} <= {(config.columns_in, config.stages)}
+    assert problems(compile_block_delta(8192, 64, "sm_90", config)) == []
 
 
 @pytest.mark.parametrize("target", TARGETS)
