@@ -4,10 +4,66 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from preft.sdk.results import Completion, Score
+from preft.data.requests import GenerationResult
+
+
+class Shown(Protocol):
+    """What is shown of an answer; see `preft.sdk.results.Completion`."""
+
+    @property
+    def result(self) -> GenerationResult:
+        """The engine's answer."""
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter's name, or None for the base model."""
+
+    @property
+    def prompt_pieces(self) -> tuple[str, ...]:
+        """Text of each prompt token."""
+
+    @property
+    def output_pieces(self) -> tuple[str, ...]:
+        """Text of each output token."""
+
+    @property
+    def adapted(self) -> tuple[bool, ...]:
+        """Whether the adapter acted, for each token."""
+
+    @property
+    def num_adapted(self) -> int:
+        """How many tokens it acted on."""
+
+    @property
+    def positions(self) -> str | None:
+        """The position policy, or None."""
+
+
+class Scored(Protocol):
+    """What is shown of a score; see `preft.sdk.results.Score`."""
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter's name, or None for the base model."""
+
+    @property
+    def context(self) -> str:
+        """What stands before."""
+
+    @property
+    def continuation(self) -> str:
+        """What is scored."""
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Of each token of it."""
+
+    @property
+    def total(self) -> float:
+        """Of all of it."""
+
 
 _STYLE = """
 .preft{font:14px/1.5 system-ui,sans-serif;max-width:60rem;color:inherit}
@@ -30,7 +86,7 @@ def page(body: str) -> str:
     return f'<style>{_STYLE}</style><div class="preft">{body}</div>'
 
 
-def completion(one: Completion) -> str:
+def completion(one: Shown) -> str:
     """One answer, token by token."""
     if one.result.error is not None:
         return _failed(one)
@@ -44,7 +100,7 @@ def completion(one: Completion) -> str:
     )
 
 
-def completions(many: Iterable[Completion]) -> str:
+def completions(many: Iterable[Shown]) -> str:
     """Answers side by side: one row each, with the tokens behind a fold."""
     rows = []
     for one in many:
@@ -58,7 +114,7 @@ def completions(many: Iterable[Completion]) -> str:
     return f"<table><tr><th>model</th><th>answer</th><th>tokens</th></tr>{''.join(rows)}</table>"
 
 
-def scores(many: Iterable[Score]) -> str:
+def scores(many: Iterable[Scored]) -> str:
     """Scores as a table."""
     cells = [
         (one.adapter or "base", shorten(one.context, 60), one.continuation, f"{one.total:.4f}", len(one.logprobs))
@@ -86,18 +142,18 @@ def shorten(text: str, most: int) -> str:
     return f"{line[: most // 2 - 1]} … {line[-(most // 2 - 2) :]}"
 
 
-def _facts(one: Completion) -> str:
+def _facts(one: Shown) -> str:
     prompt, output = len(one.prompt_pieces), len(one.output_pieces)
     adapted = f"{one.num_adapted} adapted" + (f" ({escape(one.positions)})" if one.positions else "")
     digest = f", digest {one.result.digest[:12]}" if one.result.digest else ""
     return f"{prompt} + {output} tokens, {adapted}{digest}"
 
 
-def _output_mask(one: Completion) -> Sequence[bool]:
+def _output_mask(one: Shown) -> Sequence[bool]:
     return one.adapted[len(one.prompt_pieces) :]
 
 
-def _tokens(one: Completion) -> str:
+def _tokens(one: Shown) -> str:
     spans = []
     for index, (piece, is_on) in enumerate(zip(one.prompt_pieces + one.output_pieces, one.adapted, strict=True)):
         classes = " ".join(name for name, holds in (("out", index >= len(one.prompt_pieces)), ("on", is_on)) if holds)
@@ -107,7 +163,7 @@ def _tokens(one: Completion) -> str:
     return "".join(spans)
 
 
-def _failed(one: Completion) -> str:
+def _failed(one: Shown) -> str:
     error = one.result.error or {}
     parts = [escape(str(error.get("message", "failed")))]
     parts += [f"{key}: {escape(str(error[key]))}" for key in ("got", "accepted", "hint") if error.get(key)]

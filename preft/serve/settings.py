@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from preft import __version__
 from preft.errors import UsageError
+from preft.version import __version__
 
 GIB = 1 << 30
 MAX_RANK = 512

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from preft import __version__
 from preft.adapters.fingerprint import fingerprint_base
 from preft.errors import EngineError
 from preft.positions import Policy
@@ -36,6 +35,7 @@ from preft.serve.http.plan import ServePlan, take_plan
 from preft.serve.http.watch import Signature, Watch, sign
 from preft.serve.registry import AdapterRegistry, Registered
 from preft.serve.settings import GIB, EngineSettings
+from preft.version import __version__
 
 if TYPE_CHECKING:
     from argparse import Namespace

