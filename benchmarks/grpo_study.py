@@ -2,20 +2,22 @@
 
     python benchmarks/grpo_study.py --out out/grpo-study --docs docs/benchmarks
 
-The task is reasoning-gym's `chain_sum` with two numbers of one digit. SmolLM2-135M in float32 answers in at most 16
-tokens; a step makes 32 completions (4 prompts, 8 each); the reward is math-verify's. The expressions that are tested
-are none of those that are trained on. Each seed is a run of `preft train grpo` in a process of its own, with data of
-its own; a run that was stopped goes on with the same call. For each seed the exact McNemar test compares success under
-the adapter with success of the base model on the same prompts.
+The task is reasoning-gym's `chain_sum` with two numbers of one digit, asked as "What is 4 + 3? Answer with the number
+only." SmolLM2-135M in float32 answers in at most 12 tokens; a step makes 32 completions (4 prompts, 8 each). The reward
+is 1 for a right answer, by math-verify, and 0.5 for one that is nothing but a number, or "The answer is" and a number;
+success is both. The expressions that are tested are none of those that are trained on. Each seed is a run of
+`preft train grpo` in a process of its own, with a split of its own; a run that was stopped goes on with the same call.
+For each seed the exact McNemar test compares success under the adapter with the base model's on the same prompts.
 
-About 6 minutes a seed on two quiet cores. Writes `rows.json` and `curves.png` into `--out`, and into `--docs`, if
-given, `grpo.json` and `grpo.png`.
+Writes `rows.json` and `curves.png` into `--out`, and into `--docs`, if given, `grpo.json` and `grpo.png`. The table says
+how long the steps took; figures are for quiet machines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -30,15 +32,20 @@ from preft.train.pictures import COLOURS, finish_axes, save_png
 from preft.train.trainer import read_metrics
 
 NUM_EVAL = 80
-RECIPE = """
+SUCCESS = 1.5
+"""Reward of a right answer in the form that is asked for."""
+RECIPE = r"""
 model: smollm2-135m-instruct
 method: {method}
 rank: {rank}
 output: {output}
 seed: {seed}
 data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl, max_prompt_tokens: 80}}
-reward: {{functions: [math]}}
-rollout: {{prompts: 4, group_size: 8, max_tokens: 16, kv_cache_gib: 0.5}}
+reward:
+  functions: [math, regex]
+  weights: [1.0, 0.5]
+  pattern: '^\s*(The answer is )?-?\d+\.?\s*$'
+rollout: {{prompts: 4, group_size: 8, max_tokens: 12, kv_cache_gib: 0.5}}
 train:
   max_steps: {steps}
   learning_rate: {rate}
@@ -66,10 +73,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--docs", type=Path, help="folder for the figures of the documentation")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--method", default="lorap")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rate", type=float, default=5e-4, help="learning rate")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="OMP_NUM_THREADS of each run; 1 where other work shares the cores"
+    )
     parser.add_argument("--set", action="append", default=[], help="a key of the recipe, for smaller runs")
     return parser.parse_args()
 
@@ -86,8 +96,9 @@ def problems(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for item in reasoning_gym.create_dataset(
         "chain_sum", size=3000, seed=17, min_terms=2, max_terms=2, min_digits=1, max_digits=1
     ):
-        row = {"prompt": [{"role": "user", "content": item["question"]}], "answer": item["answer"]}
-        found[item["metadata"]["expression"]] = row
+        expression = item["metadata"]["expression"]
+        question = f"What is {expression}? Answer with the number only."
+        found[expression] = {"prompt": [{"role": "user", "content": question}], "answer": item["answer"]}
     order = sorted(found)
     random.Random(seed).shuffle(order)
     return [found[key] for key in order[NUM_EVAL:]], [found[key] for key in order[:NUM_EVAL]]
@@ -118,7 +129,8 @@ def run_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         command += [part for text in options.set for part in ("--set", text)]
         has_checkpoint = any((output / "checkpoints").glob("checkpoint-*"))
         command.append("--resume" if has_checkpoint else "--force")
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        threads = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | threads)
         if done.returncode:
             raise SystemExit(done.returncode)
         (folder / "report.json").write_text(done.stdout)
@@ -127,7 +139,7 @@ def run_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 def numbers(folder: Path, seed: int, seconds: float) -> dict[str, Any]:
     """What a finished run has shown."""
-    pairs = [(row["base"] == 1.0, row["adapter"] == 1.0) for row in read_metrics(folder / "run" / "eval.jsonl")]
+    pairs = [(row["base"] == SUCCESS, row["adapter"] == SUCCESS) for row in read_metrics(folder / "run" / "eval.jsonl")]
     gained = sum(after and not before for before, after in pairs)
     lost = sum(before and not after for before, after in pairs)
     metrics = read_metrics(folder / "run" / "metrics.jsonl")
@@ -171,7 +183,7 @@ def _draw(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.plot(steps, running_mean(row["reward"], 5), color=colour, label=f"seed {row['seed']}, mean of 5")
     axes.set_title("Reward of 32 sampled completions a step", fontsize=10)
     axes.set_xlabel("step")
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, SUCCESS)
     finish_axes(axes)
 
 
