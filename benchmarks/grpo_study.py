@@ -9,8 +9,8 @@ success is both. The expressions that are tested are none of those that are trai
 `preft train grpo` in a process of its own, with a split of its own; a run that was stopped goes on with the same call.
 For each seed the exact McNemar test compares success under the adapter with the base model's on the same prompts.
 
-Writes `rows.json` and `curves.png` into `--out`, and into `--docs`, if given, `grpo.json` and `grpo.png`. The table says
-how long the steps took; figures are for quiet machines.
+Writes `rows.json` and `curves.png` into `--out`, and into `--docs`, if given, `grpo.json` and `grpo.png`. The table
+says how long the steps took; figures are for quiet machines.
 """
 
 from __future__ import annotations
