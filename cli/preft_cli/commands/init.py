@@ -13,11 +13,11 @@ from preft_cli.options import Json, Quiet, command_app, examples
 app = command_app()
 
 
-SETS = {
+SETS: dict[str, tuple[tuple[str, ...], str]] = {
     "recipes": ((".yaml", ".jsonl"), "preft train sft sft-lorap.yaml"),
     "recipes/paper": ((".yaml",), "preft train sft sft-tulu3.yaml"),
     "notebooks": ((".ipynb",), "jupyter lab quickstart.ipynb"),
-    "deploy": ("", "edit the names and paths in them"),
+    "deploy": (("",), "edit the names and paths in them"),
 }
 """What can be written: its folder in the package, the suffixes that are files of it, and what to do next."""
 
