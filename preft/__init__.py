@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from preft.positions import Policy
     from preft.sdk.asynchronous import AsyncEngine
     from preft.sdk.engine import Engine
-    from preft.sdk.functions import evaluate, make_plan, run_bench, train_sft
+    from preft.sdk.functions import evaluate, make_plan, run_bench, train_grpo, train_sft
     from preft.serve.settings import EngineSettings
     from preft.tuners.attach import attach
 
@@ -45,6 +45,7 @@ _NAMES = {
     "make_plan": "preft.sdk.functions",
     "run_bench": "preft.sdk.functions",
     "save_adapter": "preft.adapters.store",
+    "train_grpo": "preft.sdk.functions",
     "train_sft": "preft.sdk.functions",
 }
 """Name to module, with the name inside it where that differs."""
@@ -69,6 +70,7 @@ __all__ = [
     "make_plan",
     "run_bench",
     "save_adapter",
+    "train_grpo",
     "train_sft",
 ]
 

@@ -30,6 +30,19 @@ def vllm_is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def require_vllm() -> None:
+    """Checks that vLLM can be imported.
+
+    Raises:
+        EngineError: It is not installed.
+    """
+    if not vllm_is_installed():
+        raise EngineError(
+            "vLLM is not installed",
+            hint="use the Hugging Face path (`--engine hf`), or install it: `make setup` on CPU, `make gpu` on NVIDIA",
+        )
+
+
 def open_vllm(model: Path | str, adapters: Mapping[str, Path], *, loud: bool = False, **settings: Any) -> Engine:
     """Starts the vLLM engine in this process.
 
@@ -42,11 +55,7 @@ def open_vllm(model: Path | str, adapters: Mapping[str, Path], *, loud: bool = F
     Raises:
         EngineError: vLLM is not installed or does not start.
     """
-    if not vllm_is_installed():
-        raise EngineError(
-            "vLLM is not installed",
-            hint="use the Hugging Face path (`--engine hf`), or install it: `make setup` on CPU, `make gpu` on NVIDIA",
-        )
+    require_vllm()
     from preft.serve.engine import Engine
     from preft.serve.settings import EngineSettings
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preft.config.schema import flat, resolve, setting
+from preft.config.schema import Layer, flat, resolve, setting
 from preft.config.train import DTYPES, METHODS, recipe_layers
 from preft.errors import UsageError
 from preft.positions import Policy
@@ -213,7 +213,12 @@ def load_grpo_recipe(path: Path | str, sets: Sequence[str] = ()) -> ResolvedGrpo
         FileError: The file cannot be read or is no YAML mapping.
         UsageError: A key is unknown or missing, or values are not valid or do not go together.
     """
-    recipe, origins = resolve(GrpoRecipe, recipe_layers(path, sets))
+    return resolve_grpo_recipe(recipe_layers(path, sets))
+
+
+def resolve_grpo_recipe(layers: Sequence[Layer]) -> ResolvedGrpoRecipe:
+    """Fills a recipe from layers of values; see `load_grpo_recipe`."""
+    recipe, origins = resolve(GrpoRecipe, layers)
     if recipe.positions is not None:
         Policy.parse(recipe.positions)
     if recipe.train.importance_cap is not None and recipe.rollout.temperature != 1:

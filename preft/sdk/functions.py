@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from preft.config.schema import Layer, resolve
 from preft.config.train import ResolvedRecipe, SftRecipe, recipe_layers
@@ -14,6 +14,9 @@ from preft.errors import UsageError
 from preft.models.locate import locate_model
 from preft.sdk.progress import default_progress
 from preft.sdk.reports import BenchReport, EvaluationReport, PlanReport, TrainingRun
+
+if TYPE_CHECKING:
+    from preft.config.grpo import GrpoRecipe
 
 Spec = TypeVar("Spec")
 
@@ -50,6 +53,74 @@ def train_sft(
     values, origins = resolve(SftRecipe, [*layers, Layer("argument", keys)])
     report = run(ResolvedRecipe(values, origins), resume=resume, force=force, progress=default_progress(progress))
     return TrainingRun(report.folder, report.adapter, report.to_dict())
+
+
+def train_grpo(
+    recipe: Path | str | None = None,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool | None = None,
+    **keys: Any,
+) -> TrainingRun:
+    """Trains an adapter on rewards; completions come from an engine that it is pushed into before each step.
+
+    Args:
+        recipe: A recipe's file, or None to give every key here.
+        resume: Go on from the latest checkpoint in the output folder.
+        force: Replace what an earlier run wrote there.
+        progress: Show progress; None shows it in notebooks and terminals.
+        keys: Keys of the recipe, stronger than the file's; sections as mappings: `rollout={"group_size": 8}`.
+
+    Raises:
+        PreftError: See `preft.train.grpo.run.train_grpo`.
+    """
+    from preft.config.grpo import resolve_grpo_recipe
+    from preft.train.grpo.run import train_grpo as run
+
+    layers = [] if recipe is None else recipe_layers(recipe, ())
+    resolved = resolve_grpo_recipe([*layers, Layer("argument", keys)])
+    report = run(
+        resolved,
+        lambda folder: rollout_engine(resolved.recipe, folder),
+        resume=resume,
+        force=force,
+        progress=default_progress(progress),
+    )
+    return TrainingRun(report.folder, report.adapter, report.to_dict())
+
+
+def rollout_engine(recipe: GrpoRecipe, folder: Path, **vllm: Any) -> Any:
+    """The engine that a GRPO recipe samples from.
+
+    Args:
+        recipe: The recipe.
+        folder: The base model's checkpoint.
+        vllm: Further vLLM engine arguments.
+
+    Raises:
+        EngineError: It could not start.
+    """
+    from preft.serve.settings import EngineSettings
+
+    settings = recipe.rollout
+    if settings.engine == "hf":
+        from preft.serve.hf_engine import HFEngine
+
+        return HFEngine(folder, dtype=recipe.train.base_dtype)
+    from preft.serve.engine import Engine
+
+    return Engine(
+        folder,
+        settings=EngineSettings(
+            dtype=recipe.train.base_dtype,
+            slots=1,
+            max_model_len=recipe.data.max_prompt_tokens + settings.max_tokens,
+            max_num_seqs=settings.prompts * settings.group_size,
+            kv_cache_gib=settings.kv_cache_gib,
+            vllm=vllm,
+        ),
+    )
 
 
 def evaluate(

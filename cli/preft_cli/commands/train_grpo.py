@@ -74,23 +74,13 @@ def grpo(
 
 
 def _open_engine(recipe: GrpoRecipe, folder: Path, *, loud: bool) -> RolloutEngine:
-    settings = recipe.rollout
-    if settings.engine == "hf":
-        from preft.serve.hf_engine import HFEngine
+    from preft.sdk.functions import rollout_engine
+    from preft_cli.engines import require_vllm
 
-        return HFEngine(folder, dtype=recipe.train.base_dtype)
-    from preft_cli.engines import open_vllm
-
-    return open_vllm(
-        folder,
-        {},
-        loud=loud,
-        dtype=recipe.train.base_dtype,
-        slots=1,
-        max_model_len=recipe.data.max_prompt_tokens + settings.max_tokens,
-        max_num_seqs=settings.prompts * settings.group_size,
-        kv_cache_gib=settings.kv_cache_gib,
-    )
+    if recipe.rollout.engine == "vllm":
+        require_vllm()
+    engine: RolloutEngine = rollout_engine(recipe, folder, **({} if loud else {"use_tqdm_on_load": False}))
+    return engine
 
 
 def _text(value: Any) -> str:

@@ -289,9 +289,7 @@ def require_our_worker(config: VllmConfig) -> None:
     """
     found, wanted = config.parallel_config.worker_cls, worker_class()
     if found != wanted:
-        raise EngineError(
-            "preft's scheduler needs preft's worker", got=f"worker_cls `{found}`", accepted=f"`{wanted}`"
-        )
+        raise EngineError("preft's scheduler needs preft's worker", got=f"worker_cls `{found}`", accepted=f"`{wanted}`")
 
 
 def require_our_scheduler(config: VllmConfig) -> None:
