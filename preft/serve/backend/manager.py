@@ -61,8 +61,7 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         wrapped = self.supported_lora_modules if has_linear_sites(self.model) else []
         self.supported_lora_modules = [name for name in wrapped if name not in skipped]
         super()._create_lora_modules()
-        # Adapters in the tier and their stacks together stay within one and a half times the tier's limit.
-        self.state = StepState(stacks=StackCache(self._preft_options.cache_bytes // 2))
+        self.state = StepState(stacks=StackCache(self._preft_options.stack_bytes))
         self._linear_site, self._block_site = LinearSite, BlockSite
         if self._preft_options.compiled:
             self._linear_site, self._block_site = compiled.CompiledLinearSite, compiled.CompiledBlockSite

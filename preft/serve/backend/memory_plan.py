@@ -27,23 +27,28 @@ class MemoryPlan:
         weight_bytes: The base model's weights.
         kv_cache_bytes: The KV cache.
         adapter_cache_bytes: Host memory for adapters at most.
+        pushed_bytes: Host memory for adapters that were pushed from memory at most; nothing where none is pushed, so
+            it is told but not part of the total.
         slots: Adapters that one step may hold.
         slot_bytes: What each slot takes beside the adapter cache. On CPU a slot is a reference into that, so this is
             no more than the stacks that vLLM allocates at rank 1.
+        stack_bytes: Copies of the numbers of adapters that decode together, at most.
     """
 
     ranks: int
     weight_bytes: int
     kv_cache_bytes: int
     adapter_cache_bytes: int
+    pushed_bytes: int
     slots: int
     slot_bytes: int
+    stack_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """Of all ranks."""
-        one = self.weight_bytes + self.kv_cache_bytes + self.adapter_cache_bytes + self.slots * self.slot_bytes
-        return self.ranks * one
+        adapters = self.adapter_cache_bytes + self.slots * self.slot_bytes + self.stack_bytes
+        return self.ranks * (self.weight_bytes + self.kv_cache_bytes + adapters)
 
     def to_dict(self) -> dict[str, int]:
         """For status answers."""
@@ -56,10 +61,12 @@ def describe_plan(plan: dict[str, int]) -> str:
         f"weights {_gib(plan['weight_bytes'])}",
         f"KV cache {_gib(plan['kv_cache_bytes'])}",
         f"adapters up to {_gib(plan['adapter_cache_bytes'])}",
+        f"their stacks up to {_gib(plan['stack_bytes'])}",
         f"{plan['slots']} slots of {plan['slot_bytes'] / 1024:.0f} KiB",
     ]
     ranks = f" on each of {plan['ranks']} ranks" if plan["ranks"] > 1 else ""
-    return f"{', '.join(parts)}{ranks}: {_gib(plan['total_bytes'])} in all"
+    pushed = f"; adapters pushed from memory, if any, up to {_gib(plan['pushed_bytes'])} more"
+    return f"{', '.join(parts)}{ranks}: {_gib(plan['total_bytes'])} in all{pushed}"
 
 
 def require_memory(plan: MemoryPlan, machine_bytes: int) -> None:

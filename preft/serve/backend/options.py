@@ -43,6 +43,11 @@ class BackendOptions:
     adapter_metrics: int = 0
     compiled: bool = False
 
+    @property
+    def stack_bytes(self) -> int:
+        """Memory for the joined numbers of adapters that decode together, beside `cache_bytes`; see `StackCache`."""
+        return self.cache_bytes // 2
+
     def to_config(self) -> dict[str, Any]:
         """The value for vLLM's `additional_config`."""
         return {KEY: asdict(self)}

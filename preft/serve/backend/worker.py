@@ -85,8 +85,10 @@ class PreftWorker(_Worker):
             weight_bytes=weight_bytes(self.model_runner.get_model()),
             kv_cache_bytes=self.cache_config.kv_cache_memory_bytes or 0,
             adapter_cache_bytes=self.preft_options.cache_bytes,
+            pushed_bytes=self.preft_options.cache_bytes,
             slots=self.preft_options.slots,
             slot_bytes=slot_bytes(manager.modules.values(), self.preft_options.slots),
+            stack_bytes=self.preft_options.stack_bytes,
         )
         require_memory(plan, machine_memory())
         return plan

@@ -48,8 +48,10 @@ class PreftGPUWorker(PreftWorker, Worker):  # type: ignore[misc]
             weight_bytes=0,
             kv_cache_bytes=0,
             adapter_cache_bytes=self.preft_options.cache_bytes,
+            pushed_bytes=self.preft_options.cache_bytes,
             slots=self.preft_options.slots,
             slot_bytes=0,
+            stack_bytes=0,
         )
         require_memory(plan, machine_memory())
         return plan

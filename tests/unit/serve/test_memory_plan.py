@@ -20,26 +20,33 @@ from preft.serve.backend.memory_plan import (
 
 GIB = 1 << 30
 PLAN = MemoryPlan(
-    ranks=2, weight_bytes=GIB, kv_cache_bytes=2 * GIB, adapter_cache_bytes=4 * GIB, slots=8, slot_bytes=GIB // 8
+    ranks=2,
+    weight_bytes=GIB,
+    kv_cache_bytes=2 * GIB,
+    adapter_cache_bytes=4 * GIB,
+    pushed_bytes=4 * GIB,
+    slots=8,
+    slot_bytes=GIB // 8,
+    stack_bytes=2 * GIB,
 )
 
 
 def test_a_plan_beyond_the_machine_is_refused_and_one_that_fits_is_not() -> None:
-    assert PLAN.total_bytes == 16 * GIB
-    require_memory(PLAN, 16 * GIB)
+    assert PLAN.total_bytes == 20 * GIB
+    require_memory(PLAN, 20 * GIB)
 
     with pytest.raises(EngineError, match="exceeds this machine's memory") as caught:
-        require_memory(PLAN, 16 * GIB - 1)
+        require_memory(PLAN, 20 * GIB - 1)
     assert caught.value.got is not None
     assert "adapters up to 4.00 GiB" in caught.value.got
-    assert "16.00 GiB in all" in caught.value.got
+    assert "20.00 GiB in all" in caught.value.got
 
 
 def test_a_plan_in_words_names_every_part() -> None:
     words = describe_plan(PLAN.to_dict())
     assert words == (
-        "weights 1.00 GiB, KV cache 2.00 GiB, adapters up to 4.00 GiB, 8 slots of 131072 KiB on each of 2 ranks: "
-        "16.00 GiB in all"
+        "weights 1.00 GiB, KV cache 2.00 GiB, adapters up to 4.00 GiB, their stacks up to 2.00 GiB, "
+        "8 slots of 131072 KiB on each of 2 ranks: 20.00 GiB in all; adapters pushed from memory, if any, up to 4.00 GiB more"
     )
 
 
