@@ -46,7 +46,8 @@ def test_a_plan_in_words_names_every_part() -> None:
     words = describe_plan(PLAN.to_dict())
     assert words == (
         "weights 1.00 GiB, KV cache 2.00 GiB, adapters up to 4.00 GiB, their stacks up to 2.00 GiB, "
-        "8 slots of 131072 KiB on each of 2 ranks: 20.00 GiB in all; adapters pushed from memory, if any, up to 4.00 GiB more"
+        "8 slots of 131072 KiB on each of 2 ranks: 20.00 GiB in all; "
+        "adapters pushed from memory, if any, up to 4.00 GiB more"
     )
 
 
