@@ -4,8 +4,8 @@
 
 The task is reasoning-gym's `chain_sum` with two numbers of one digit, asked as "What is 4 + 3? Answer with the number
 only." SmolLM2-135M in float32 answers in at most 12 tokens; a step makes 32 completions (4 prompts, 8 each). The reward
-is 1 for a right answer, by math-verify, and 0.5 for one that is nothing but a number, or "The answer is" and a number;
-success is both. The expressions that are tested are none of those that are trained on. Each seed is a run of
+is 1 for a right answer, by math-verify, and that is success. The expressions that are tested are none of those that are
+trained on. Each seed is a run of
 `preft train grpo` in a process of its own, with a split of its own; a run that was stopped goes on with the same call.
 For each seed the exact McNemar test compares success under the adapter with the base model's on the same prompts.
 
@@ -32,8 +32,8 @@ from preft.train.pictures import COLOURS, finish_axes, save_png
 from preft.train.trainer import read_metrics
 
 NUM_EVAL = 80
-SUCCESS = 1.5
-"""Reward of a right answer in the form that is asked for."""
+SUCCESS = 1.0
+"""Reward of a right answer."""
 RECIPE = r"""
 model: smollm2-135m-instruct
 method: {method}
@@ -42,9 +42,7 @@ output: {output}
 seed: {seed}
 data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl, max_prompt_tokens: 80}}
 reward:
-  functions: [math, regex]
-  weights: [1.0, 0.5]
-  pattern: '^\s*(The answer is )?-?\d+\.?\s*$'
+  functions: [math]
 rollout: {{prompts: 4, group_size: 8, max_tokens: 12, kv_cache_gib: 0.5}}
 train:
   max_steps: {steps}
@@ -73,7 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--docs", type=Path, help="folder for the figures of the documentation")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--method", default="lorap")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rate", type=float, default=5e-4, help="learning rate")

@@ -81,4 +81,6 @@ def test_the_libraries_are_hushed_unless_asked(monkeypatch: pytest.MonkeyPatch) 
 def test_unknown_variables_are_told_with_what_is_known() -> None:
     assert unknown_variables({"PREFT_CACHE": "x", "OTHER": "y"}) == []
     (message,) = unknown_variables({"PREFT_ZZ9": "1"})
-    assert message.startswith("environment variable PREFT_ZZ9 is not known and has no effect; known: PREFT_CACHE")
+    assert message.startswith(
+        "environment variable PREFT_ZZ9 is not known and has no effect; known: PREFT_ADMIN_KEY, PREFT_CACHE"
+    )
