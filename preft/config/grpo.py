@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from preft.config.schema import Layer, flat, resolve, setting
+from preft.config.schema import Layer, Resolved, resolve, setting
 from preft.config.train import DTYPES, METHODS, recipe_layers
 from preft.errors import UsageError
 from preft.positions import Policy
@@ -184,22 +183,8 @@ class GrpoRecipe:
         return RATIO_TOLERANCES[self.train.base_dtype] if given is None else given
 
 
-@dataclass(frozen=True)
-class ResolvedGrpoRecipe:
-    """A recipe with the origin of every value.
-
-    Attributes:
-        recipe: The settings.
-        origins: Origin of each by dotted key.
-    """
-
-    recipe: GrpoRecipe
-    origins: dict[str, str]
-
-    def table(self) -> list[dict[str, Any]]:
-        """One row a key: its value and its origin."""
-        values = flat(self.recipe)
-        return [{"key": key, "value": values[key], "origin": origin} for key, origin in self.origins.items()]
+ResolvedGrpoRecipe = Resolved[GrpoRecipe]
+"""A recipe of `preft train grpo` with the origin of every value."""
 
 
 def load_grpo_recipe(path: Path | str, sets: Sequence[str] = ()) -> ResolvedGrpoRecipe:

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from preft.errors import UsageError
 
@@ -76,6 +76,24 @@ def resolve(schema: type[T], layers: Sequence[Layer]) -> tuple[T, dict[str, str]
         else:
             values[key] = field.default
     return _build(schema, "", values), origins
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[T]):
+    """A recipe with the origin of every value.
+
+    Attributes:
+        recipe: The settings.
+        origins: Origin of each by dotted key.
+    """
+
+    recipe: T
+    origins: dict[str, str]
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a key: its value and its origin."""
+        values = flat(self.recipe)
+        return [{"key": key, "value": values[key], "origin": origin} for key, origin in self.origins.items()]
 
 
 def flat(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from preft.config.schema import Layer, flat, nested, resolve, setting
+from preft.config.schema import Layer, Resolved, nested, resolve, setting
 from preft.errors import FileError, UsageError
 from preft.positions import Policy
 
@@ -147,22 +147,8 @@ class SftRecipe:
         return None if self.positions is None else Policy.parse(self.positions)
 
 
-@dataclass(frozen=True)
-class ResolvedRecipe:
-    """A recipe with the origin of every value.
-
-    Attributes:
-        recipe: The settings.
-        origins: Origin of each by dotted key.
-    """
-
-    recipe: SftRecipe
-    origins: dict[str, str]
-
-    def table(self) -> list[dict[str, Any]]:
-        """One row a key: its value and its origin."""
-        values = flat(self.recipe)
-        return [{"key": key, "value": values[key], "origin": origin} for key, origin in self.origins.items()]
+ResolvedRecipe = Resolved[SftRecipe]
+"""A recipe of `preft train sft` with the origin of every value."""
 
 
 def load_sft_recipe(path: Path | str, sets: Sequence[str] = ()) -> ResolvedRecipe:
@@ -176,7 +162,12 @@ def load_sft_recipe(path: Path | str, sets: Sequence[str] = ()) -> ResolvedRecip
         FileError: The file cannot be read or is no YAML mapping.
         UsageError: A key is unknown or missing, or a value is not valid.
     """
-    recipe, origins = resolve(SftRecipe, recipe_layers(path, sets))
+    return resolve_sft_recipe(recipe_layers(path, sets))
+
+
+def resolve_sft_recipe(layers: Sequence[Layer]) -> ResolvedRecipe:
+    """Fills a recipe from layers of values; see `load_sft_recipe`."""
+    recipe, origins = resolve(SftRecipe, layers)
     if recipe.positions is not None:
         Policy.parse(recipe.positions)
     _ = recipe.data.column_names

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from preft.config.schema import Layer, resolve
-from preft.config.train import ResolvedRecipe, SftRecipe, recipe_layers
+from preft.config.schema import Layer
+from preft.config.train import recipe_layers, resolve_sft_recipe
 from preft.errors import UsageError
 from preft.models.locate import locate_model
 from preft.sdk.progress import default_progress
@@ -50,8 +50,8 @@ def train_sft(
     from preft.train.sft import train_sft as run
 
     layers = [] if recipe is None else recipe_layers(recipe, ())
-    values, origins = resolve(SftRecipe, [*layers, Layer("argument", keys)])
-    report = run(ResolvedRecipe(values, origins), resume=resume, force=force, progress=default_progress(progress))
+    resolved = resolve_sft_recipe([*layers, Layer("argument", keys)])
+    report = run(resolved, resume=resume, force=force, progress=default_progress(progress))
     return TrainingRun(report.folder, report.adapter, report.to_dict())
 
 
