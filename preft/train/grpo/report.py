@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from preft.adapters.adapter import Adapter
 from preft.config.grpo import GrpoRecipe
 from preft.data.training import DataReport
 from preft.errors import UnsupportedError
+from preft.train.card import data_lines, fill_card, one_line
 from preft.train.curves import inline_curves, save_curves
 from preft.train.grpo.probe import Probe
 from preft.train.page import save_page
@@ -93,43 +91,30 @@ class GrpoReport:
 
 
 def grpo_card(report: Mapping[str, Any], recipe: GrpoRecipe) -> str:
-    """Fills the model card's template.
+    """The card of a run on rewards.
 
     Args:
         report: `GrpoReport.to_dict()`.
         recipe: What was asked for.
     """
-    source = importlib.resources.files("preft_templates").joinpath("cards", "trained-grpo.md")
     evaluated = report["eval_reward"]
-    return Template(source.read_text(encoding="utf-8")).substitute(
-        base_yaml=json.dumps(_line(recipe.model), ensure_ascii=False),
-        base=_line(recipe.model),
-        title=_line(Path(recipe.output).name or "adapter"),
-        label=report["label"],
-        num_sites=report["num_sites"],
-        rank=recipe.rank,
-        parameters=f"{report['parameters']:,}",
-        positions=report["positions"],
-        steps=report["steps"],
+    return fill_card(
+        "trained-grpo.md",
+        report,
+        recipe,
         learning_rate=f"{recipe.train.learning_rate:g}",
         prompts=recipe.rollout.prompts,
         group=recipe.rollout.group_size,
         max_tokens=recipe.rollout.max_tokens,
-        rewards=", ".join(f"`{_line(name)}`" for name in recipe.reward.functions),
+        rewards=", ".join(f"`{one_line(name)}`" for name in recipe.reward.functions),
         loss=recipe.train.loss,
         beta=f"{recipe.train.beta:g}",
-        seed=recipe.seed,
-        data="\n".join(
-            f"- {_line(Path(data['path']).name)}: {data['examples']:,} prompts of {data['rows']:,} rows "
-            f"(SHA-256 `{data['sha256'][:16]}`)"
-            for data in report["data"]
-        ),
+        data=data_lines(report, "prompts"),
         reward=f"{report['reward']['first']:.4f} at the first step, {report['reward']['last']:.4f} at the last",
         evaluation=""
         if evaluated is None
         else f"\nReward of greedy completions of the evaluation prompts: {evaluated['base']:.4f} for the base model, "
         f"{evaluated['adapter']:.4f} under the adapter.\n",
-        digest=report["digest"],
     )
 
 
@@ -168,8 +153,3 @@ def draw_grpo(output: Path, metrics: Path, report: Mapping[str, Any], settings: 
     except UnsupportedError as error:
         return (f"no curves were drawn: {error.what} ({error.hint})",)
     return ()
-
-
-def _line(text: str) -> str:
-    """A text that cannot break out of its line."""
-    return " ".join(text.split())
