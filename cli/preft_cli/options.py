@@ -22,7 +22,7 @@ AllowBaseMismatch = Annotated[
 AdapterFolder = Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of a preft adapter.", show_default=False)]
 NamedAdapters = Annotated[
     list[str] | None,
-    typer.Option("--adapter", metavar="NAME=PATH", help="An adapter and the name that rows call it; repeatable."),
+    typer.Option("--adapter", metavar="NAME=PATH", help="An adapter and the name to call it by; repeatable."),
 ]
 
 

@@ -35,7 +35,7 @@ KeysFile = Annotated[
 ]
 AdminKeyFile = Annotated[
     Path | None,
-    typer.Option("--admin-key-file", metavar="FILE", help="File with the key for changes of adapters."),
+    typer.Option("--admin-key-file", metavar="FILE", help="File with the key that changes of adapters over HTTP need."),
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Take up adapters that change below ROOT.")]
 MaxPushMib = Annotated[int, typer.Option("--max-push-mib", min=1, help="Largest adapter accepted over HTTP, in MiB.")]
@@ -49,5 +49,5 @@ AdapterMetrics = Annotated[
     bool, typer.Option("--adapter-metrics", help="Count requests and cached tokens by adapter name in `/metrics`.")
 ]
 AdapterMetricsLimit = Annotated[
-    int, typer.Option("--adapter-metrics-limit", min=1, help="Names counted so at most; the rest are `other`.")
+    int, typer.Option("--adapter-metrics-limit", min=1, help="Names counted at most; the rest are `other`.")
 ]

@@ -33,7 +33,12 @@ def require_name(name: str, *, reserved: Collection[str] = ()) -> str:
     """
     valid = isinstance(name, str) and len(name) <= MAX_NAME_LENGTH and _NAME.fullmatch(name) and ".." not in name
     if not valid:
-        raise UsageError("The adapter name is not valid", got=ascii(name)[:80], accepted=_ACCEPTED)
+        raise UsageError(
+            "The adapter name is not valid",
+            got=ascii(name)[:80],
+            accepted=_ACCEPTED,
+            hint="choose another name; below `--adapters` it is the folder's, so rename that",
+        )
     if name.casefold() in {other.casefold() for other in reserved}:
         raise UsageError(f"The name `{name}` is reserved for the base model", hint="give the adapter another name")
     return name
@@ -77,7 +82,11 @@ def scan_root(root: Path | str) -> dict[str, Path]:
         # Hidden ones are what a write that was cut short has left.
         folders = sorted(entry for entry in root.iterdir() if _is_adapter(entry) and not entry.name.startswith("."))
     except OSError as error:
-        raise FileError(f"The adapter root `{root}` cannot be read", got=error.strerror or str(error)) from None
+        raise FileError(
+            f"The adapter root `{root}` cannot be read",
+            got=error.strerror or str(error),
+            accepted="a folder whose subfolders are adapters",
+        ) from None
     found: dict[str, Path] = {}
     for folder in folders:
         name = require_name(folder.name)

@@ -195,7 +195,11 @@ def _open_folder(folder: Path) -> int:
         raise FileError(f"`{folder}` is not a folder", accepted="the folder of a preft adapter") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise FileError(f"The adapter folder `{folder}` cannot be opened", got=reason) from None
+        raise FileError(
+            f"The adapter folder `{folder}` cannot be opened",
+            got=reason,
+            hint="name the folder that `preft convert` or `preft train` wrote",
+        ) from None
 
 
 def _open_within(folder: Path, root: Path) -> int:

@@ -91,7 +91,8 @@ class UpdateSettings:
         learning_rate: Of AdamW, at its highest.
         batch_size: Completions in one forward pass; a step's updates take as many passes as it needs.
         iterations: Updates from the same completions.
-        loss: How tokens are weighed; see `LOSSES`.
+        loss: How tokens are weighed: `dapo`, each token alike; `grpo`, each completion alike; `dr_grpo`, each token
+            alike, over the longest length.
         scale_rewards: What advantages are divided by: the standard deviation of the `group`, of the `batch`, or `none`.
         epsilon: The ratio of new to old policy is clipped at 1 minus this.
         epsilon_high: And at 1 plus this; null for `epsilon`.

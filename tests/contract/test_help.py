@@ -60,3 +60,14 @@ def test_a_reporting_command_has_json(words: tuple[str, ...], capsys: pytest.Cap
 
 
 NOT_REPORTING: set[tuple[str, ...]] = {("serve",)}
+
+
+@pytest.mark.parametrize("words", [(), ("models",), ("train",), ("bench",)], ids=" ".join)
+def test_no_summary_is_cut_off_in_a_list(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*words, "--help"]) == 0
+    listed = re.findall(r"^  \w+ {2,}.*$", capsys.readouterr().out.partition("\nCommands:\n")[2], re.MULTILINE)
+    assert listed
+    assert [line for line in listed if line.endswith("...")] == []

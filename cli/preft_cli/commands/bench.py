@@ -15,7 +15,7 @@ app = command_app()
 
 @app.callback()
 def bench() -> None:
-    """Measure what adapters cost here: arms in processes of their own, interleaved and repeated."""
+    """Measure throughput and latency with adapters on this machine."""
 
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")]
@@ -107,11 +107,12 @@ def throughput(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compare arms: base, stock vLLM multi-LoRA, all-token LoRA here, LoRAP and DiReFTP.
+    """Compare base and adapters by tokens per second.
 
-    Each arm is an engine process of its own; arms take turns, and every run has new prompts. DIR gets rows.jsonl,
-    throughput.png, throughput.svg and index.html. Rows of an earlier run there are kept under another name.
-    Exit status 1 if an arm fails; rows of a partial run are marked.
+    The arms are base, stock vLLM multi-LoRA, all-token LoRA on this engine, LoRAP and DiReFTP. Each arm is an engine
+    process of its own; arms take turns, and every run has new prompts. DIR gets rows.jsonl, throughput.png,
+    throughput.svg and index.html. Rows of an earlier run there are kept under another name. Exit status 1 if an arm
+    fails; rows of a partial run are marked.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.bench.spec import BenchSpec
@@ -214,11 +215,11 @@ def latency(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Load a served engine at rising rates until past its knee: time to the first token, per token, per adapter.
+    """Load a server at rising rates until past its knee.
 
-    Starts `preft serve` with generated adapters, or asks a server that runs. Requests are sent and timed by vLLM's
-    own serving benchmark. DIR gets rows.jsonl, latency.png, latency.svg and index.html. Exit status 1 if requests
-    failed.
+    Starts `preft serve` with generated adapters, or asks a server that runs, and reports the time to the first token
+    and per later token, by arm and by adapter. Requests are sent and timed by vLLM's own serving benchmark. DIR gets
+    rows.jsonl, latency.png, latency.svg and index.html. Exit status 1 if requests failed.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.bench.latency.spec import LatencySpec, read_trace
@@ -274,7 +275,10 @@ def compare(
     ] = "output_tokens_per_s",
     as_json: Json = False,
 ) -> None:
-    """Say what became slower from A to B; exit status 1 if anything did by more than the threshold."""
+    """Say what became slower from A to B.
+
+    Exit status 1 if anything did by more than the threshold.
+    """
     session = Session(as_json=as_json)
     from preft.bench.compare import compare as compare_rows
     from preft.bench.rows import read_rows

@@ -59,12 +59,13 @@ def check(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Prove that an adapter is on: how far each site moves, the gap in logits to the base, and engine parity.
+    """Prove that an adapter is on, by its sites, logits and engine.
 
-    With --eval, also whether it is better than the base on your own rows: the loss of the expected answers, how many
-    answers are exactly those, and what both write. Everything is measured in float32. Exit status 1 if the adapter
-    moves nothing, if decode does not run on base weights, if the engine answers otherwise than Hugging Face, or if a
-    row failed.
+    It measures how far each site moves the model and how far the logits move from the base's, that decode runs on base
+    weights, and that the vLLM engine answers as Hugging Face does, all in float32. With --eval, also whether it is
+    better than the base on your own rows: the loss of the expected answers, how many answers are exactly those, and
+    what both write. Exit status 1 if the adapter moves nothing, if decode does not run on base weights, if the engine
+    answers otherwise than Hugging Face, or if a row failed.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.checks.check import check_adapter

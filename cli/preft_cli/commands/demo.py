@@ -28,7 +28,7 @@ def demo(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """The main job, end to end, on the embedded model; a few minutes on two cores.
+    """Show the main job end to end on the embedded model, in minutes.
 
     Trains a small prefill-only LoRA, converts PEFT LoRAs of many ranks, serves them all from one engine, shows base
     and adapted answers side by side, proves that each adapter is on, and measures what it costs.

@@ -106,10 +106,11 @@ def evaluate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Score the base and adapters on tasks of lm-evaluation-harness, and say whether a difference is real.
+    """Score base and adapters on tasks, and test the differences.
 
-    Continuations are scored with the context as the boundary, so a prompt-only adapter never acts on them. Arms are
-    compared example by example; p-values are corrected over all tasks. Exit status 1 if a request failed.
+    Tasks are those of lm-evaluation-harness, and some that come with preft. Continuations are scored with the context
+    as the boundary, so a prompt-only adapter never acts on them. Arms are compared example by example; p-values are
+    corrected over all tasks. Exit status 1 if a request failed.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.errors import UsageError

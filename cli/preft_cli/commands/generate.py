@@ -49,7 +49,7 @@ def generate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Complete prompts under several adapters and the base model, in one batch.
+    """Complete prompts under adapters and the base, in one batch.
 
     A row is {"id", "adapter": NAME or null, "prompt" | "messages" | "prompt_token_ids", "max_tokens"?, "boundary"?}.
     Answers come in the order of the rows. A bad row fails alone, and then the exit status is 1.

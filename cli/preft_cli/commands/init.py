@@ -33,18 +33,19 @@ SETS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 )
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; files that are there stay.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; no file that is there is replaced.")],
     paper: Annotated[
         bool, typer.Option("--paper", help="Write recipes after the PreFT paper instead; they need GPUs.")
     ] = False,
     notebook: Annotated[bool, typer.Option("--notebook", help="Write notebooks instead.")] = False,
-    deploy: Annotated[
-        bool, typer.Option("--deploy", help="Write files for serving in production instead: systemd, container, proxy.")
-    ] = False,
+    deploy: Annotated[bool, typer.Option("--deploy", help="Write files for serving in production instead.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write recipes to start from, and a small example data set that they train on."""
+    """Write recipes, notebooks or deployment files to start from.
+
+    Without an option: recipes, and the small data sets that they train on.
+    """
     from preft.errors import UsageError
 
     asked = {"recipes/paper": paper, "notebooks": notebook, "deploy": deploy}

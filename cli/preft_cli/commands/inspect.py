@@ -25,7 +25,7 @@ def inspect(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show what an adapter is: positions, sites, ranks, scales, bytes, digest, and the base it was made for.
+    """Show what an adapter is: positions, sites, ranks, digest, base.
 
     With `--base`, exit status 1 means that the adapter does not fit that model.
     """

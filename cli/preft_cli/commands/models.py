@@ -15,7 +15,7 @@ app = command_app()
 
 @app.callback()
 def models() -> None:
-    """Fetch the embedded base model as a Hugging Face checkpoint, and list it."""
+    """Fetch and list the embedded base model."""
 
 
 @app.command("fetch", epilog=examples("preft models fetch smollm2-135m-instruct smollm2"))
@@ -27,9 +27,10 @@ def fetch(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write an embedded model as a Hugging Face checkpoint: config, safetensors in bfloat16, tokenizer, template.
+    """Write an embedded model as a Hugging Face checkpoint.
 
-    No hub and no network is needed. The checkpoint must answer a question before the folder appears.
+    It holds a configuration, safetensors in bfloat16, a tokenizer and a chat template. No hub and no network is needed.
+    The checkpoint must answer a question before the folder appears.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.errors import UsageError

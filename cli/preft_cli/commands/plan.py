@@ -78,10 +78,11 @@ def plan(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict what prefill-only adapters gain on hardware you do not have: a roofline, and what fits in memory.
+    """Predict the gain of prompt-only adapters on other hardware.
 
-    Needs no network for llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b and any local configuration. It predicts what
-    cannot be beaten, not what an engine reaches; every assumption is printed.
+    A roofline of prefill and decode, and what fits in memory. Needs no network for llama-3.1-8b, llama-3.1-70b,
+    qwen2.5-0.5b and any local configuration. It predicts what cannot be beaten, not what an engine reaches; every
+    assumption is printed.
     """
     session = Session(as_json=as_json, quiet=quiet)
     from preft.plan.workload import Assumptions, Workload

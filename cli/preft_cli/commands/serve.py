@@ -51,7 +51,7 @@ def serve(
         list[str] | None, typer.Argument(metavar="-- VLLM_OPTIONS", help="Options of vLLM's server.")
     ] = None,
     adapters: Annotated[
-        Path | None, typer.Option("--adapters", metavar="ROOT", help="Serve every adapter below this folder.")
+        Path | None, typer.Option("--adapters", metavar="ROOT", help="Serve every adapter directly below this folder.")
     ] = None,
     adapter: NamedAdapters = None,
     slots: Slots = 8,
@@ -78,10 +78,11 @@ def serve(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve adapters and their base model over an OpenAI-compatible HTTP API; adapters are model names.
+    """Serve adapters and their base over an OpenAI-compatible API.
 
-    The server is vLLM's own; what follows `--` goes to it. It is ready once every worker has shown that an adapter
-    moves the model. Ctrl-C or SIGTERM ends it with status 0; it fails with status 1 if the engine dies.
+    Adapters are model names. The server is vLLM's own; what follows `--` goes to it. It is ready once every worker has
+    shown that an adapter moves the model. Ctrl-C or SIGTERM ends it with status 0; it fails with status 1 if the engine
+    dies.
     """
     # The session quietens vLLM more than a server should be.
     user_level = os.environ.get("VLLM_LOGGING_LEVEL")

@@ -25,7 +25,7 @@ app.command("grpo", epilog=GRPO_EPILOG)(grpo)
 
 @app.callback()
 def train() -> None:
-    """Train an adapter under the rule that serves it: on prompt tokens only, with the boundary exact."""
+    """Train an adapter under the rule that serves it."""
 
 
 @app.command(
@@ -49,10 +49,11 @@ def sft(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train on prompts and completions: rows of {"messages": [...]} or {"prompt", "completion"}.
+    """Train on prompts and completions, or on conversations.
 
-    The adapter, its model card, `metrics.jsonl` with its curves (`curves.png`, `index.html`) and `run.json` (every
-    setting with its origin, versions, digests of the data) end up in the recipe's `output`.
+    Rows are {"messages": [...]} or {"prompt", "completion"}. The adapter, its model card, `metrics.jsonl` with its
+    curves (`curves.png`, `index.html`), `eval.jsonl` where the recipe has `data.eval`, and `run.json` (every setting
+    with its origin, versions, digests of the data) end up in the recipe's `output`.
     """
     from preft.train.processes import is_main_process
 
@@ -118,10 +119,11 @@ def sweep(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Compare methods over ranks and seeds on one recipe: evaluation loss and exact completions, with intervals.
+    """Compare methods over ranks and seeds on one recipe, with intervals.
 
-    A row is written after every run, so a sweep that is stopped goes on with `--resume`. The output holds
-    `rows.jsonl`, `summary.json`, `sweep.png` and `index.html`.
+    It compares the loss on `data.eval` and the part of its completions that greedy decoding gives exactly. A row is
+    written after every run, so a sweep that is stopped goes on with `--resume`. The output holds `rows.jsonl`,
+    `summary.json`, `sweep.png` and `index.html`.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.config.train import load_sft_recipe

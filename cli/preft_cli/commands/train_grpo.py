@@ -36,11 +36,12 @@ def grpo(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train on rewards: rows of {"prompt": ..., and what the rewards need}, such as an "answer".
+    """Train on rewards: each row has a prompt and what its rewards need.
 
-    Completions come from an engine in this process that the adapter is pushed into before each step. The adapter, its
-    model card, `metrics.jsonl` with its curves (`curves.png`, `index.html`), `samples.jsonl` and `run.json` end up in
-    the recipe's `output`. Ctrl-C saves a checkpoint first.
+    Rows are {"prompt": TEXT or MESSAGES, ...} with further columns, such as "answer". Completions come from an engine
+    in this process that the adapter is pushed into before each step. The adapter, its model card, `metrics.jsonl` with
+    its curves (`curves.png`, `index.html`), `samples.jsonl` and `run.json` end up in the recipe's `output`. Ctrl-C
+    saves a checkpoint first.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
     from preft.config.grpo import load_grpo_recipe

