@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from preft.data.requests import GenerationRequest, GenerationResult, RequestUpdate
 from preft.errors import EngineError, FileError, UnknownAdapterError
+from preft.positions import Policy
 from preft.sdk.asynchronous import AsyncEngine
 from preft.sdk.engine import Engine
 from preft.serve.settings import EngineSettings
@@ -50,6 +55,180 @@ def test_errors_reach_who_asked_and_nobody_else(tiny_llama: Path) -> None:
         with pytest.raises(FileError):
             async with AsyncEngine(tiny_llama / "nowhere", backend="hf"):
                 pass
+
+    asyncio.run(run())
+
+
+class FakeBackend:
+    """An engine that finishes nothing unless told to, and counts what it is asked."""
+
+    vocab_size = 100
+
+    def __init__(self) -> None:
+        self.running: dict[str, GenerationRequest] = {}
+        self.aborted: list[str] = []
+        self.finishes = False
+        self.error: Exception | None = None
+        self.serial = 0
+        self.closed = threading.Event()
+
+    def submit(self, request: GenerationRequest) -> str:
+        self.serial += 1
+        self.running[f"{self.serial}"] = request
+        return f"{self.serial}"
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running)
+
+    def step(self) -> list[RequestUpdate]:
+        if self.error is not None:
+            raise self.error
+        if not self.finishes:
+            time.sleep(0.001)
+            return []
+        done, self.running = self.running, {}
+        return [
+            RequestUpdate(ticket, 0, "", GenerationResult(found.id, None, None, found.prompt_token_ids, 0))
+            for ticket, found in done.items()
+        ]
+
+    def abort(self, tickets: Sequence[str]) -> None:
+        if self.error is not None:
+            raise self.error
+        for ticket in tickets:
+            self.running.pop(ticket, None)
+        self.aborted += tickets
+
+
+class FakeEngine:
+    """What `AsyncEngine` needs of an `Engine`."""
+
+    tokenizer = None
+
+    def __init__(self) -> None:
+        self.backend = FakeBackend()
+
+    def close(self) -> None:
+        self.backend.closed.set()
+
+    def completion(self, result: GenerationResult, policy: Policy | None) -> GenerationResult:
+        return result
+
+
+def _faked() -> tuple[AsyncEngine, FakeBackend]:
+    engine, fake = AsyncEngine("none"), FakeEngine()
+    engine._make = lambda: fake  # type: ignore[assignment,return-value]
+    return engine, fake.backend
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_who_is_cancelled_while_submitting_leaves_nothing_running() -> None:
+    async def run() -> None:
+        engine, backend = _faked()
+        async with engine:
+            gate, entered = threading.Event(), threading.Event()
+            plain = backend.submit
+
+            def slowly(request: GenerationRequest) -> str:
+                entered.set()
+                gate.wait(5)
+                return plain(request)
+
+            backend.submit = slowly  # type: ignore[method-assign]
+            task = asyncio.create_task(engine.complete([1, 2]))
+            await _until(entered.is_set)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            gate.set()
+            await _until(lambda: backend.serial == 1 and not backend.running)
+            assert backend.aborted == ["1"]
+            assert not engine._waiters
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [EngineError("broken"), ValueError("not one of ours")])
+def test_a_failed_engine_says_so_to_everybody(error: Exception) -> None:
+    async def run() -> None:
+        engine, backend = _faked()
+        async with engine:
+            tasks = [asyncio.create_task(engine.complete([1, 2])) for _ in range(2)]
+            await _until(lambda: len(backend.running) == 2)
+            backend.error = error
+            for found in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5):
+                assert isinstance(found, EngineError)
+                assert str(error) in str(found.got)
+            with pytest.raises(EngineError, match="has failed"):
+                await engine.complete([1])
+        assert backend.closed.is_set()
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_an_engine_that_was_closed() -> None:
+    async def run() -> None:
+        engine, backend = _faked()
+        async with engine:
+            running = asyncio.create_task(engine.complete([1, 2]))
+            await _until(lambda: bool(backend.running))
+            engine._calls.put(None)
+            # Asked after the end was: it lies behind it in the queue, or comes when the thread is gone.
+            late = [asyncio.create_task(engine.remove("x")) for _ in range(3)]
+            for task in (running, *late):
+                with pytest.raises(EngineError, match=r"was closed|not running"):
+                    await asyncio.wait_for(task, 5)
+
+    asyncio.run(run())
+
+
+def test_a_loop_that_was_closed_takes_nobody_else_down() -> None:
+    engine, backend = _faked()
+    gate, entered = threading.Event(), threading.Event()
+
+    def blocking(_: Any) -> None:
+        entered.set()
+        gate.wait(5)
+
+    async def first() -> None:
+        await engine.__aenter__()
+        task = asyncio.create_task(engine._call(blocking))
+        await _until(entered.is_set)
+        task.cancel()
+
+    async def second() -> None:
+        backend.finishes = True
+        assert (await asyncio.wait_for(engine.complete([1, 2]), 5)).prompt_token_ids == (1, 2)  # type: ignore[attr-defined]
+        await engine.__aexit__(None, None, None)
+
+    asyncio.run(first())
+    gate.set()
+    asyncio.run(second())
+
+
+def test_who_is_cancelled_while_it_starts_leaves_no_engine() -> None:
+    async def run() -> None:
+        engine, fake = AsyncEngine("none"), FakeEngine()
+        gate = threading.Event()
+
+        def make() -> Any:
+            gate.wait(5)
+            return fake
+
+        engine._make = make
+        task = asyncio.create_task(engine.__aenter__())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.set()
+        await _until(fake.backend.closed.is_set)
 
     asyncio.run(run())
 
