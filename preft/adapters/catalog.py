@@ -129,7 +129,7 @@ def is_inside(path: Path, root: Path) -> bool:
 
 def unknown_adapter(name: str, known: Iterable[str]) -> UnknownAdapterError:
     """The error for a name that is not registered, naming the nearest ones that are."""
-    names = sorted(known)
+    names, name = sorted(known), name[:MAX_NAME_LENGTH]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     listed = ", ".join(f"`{other}`" for other in (near or names[:5]))
     return UnknownAdapterError(

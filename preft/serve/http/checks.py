@@ -73,7 +73,7 @@ def check_boundary(arguments: Mapping[str, object] | None, policy: Policy | None
     resolve_boundary(prompt_length, arguments[BOUNDARY_ARGUMENT])
 
 
-def check_raw_boundary(arguments: Mapping[str, object] | None, body: bytes, prompt_length: int) -> None:
+def check_raw_boundary(arguments: Mapping[str, object] | None, body: bytes | bytearray, prompt_length: int) -> None:
     """Refuses a boundary of `true` or `false`, which vLLM's reading of the body turns into 1 or 0.
 
     Args:
@@ -216,10 +216,12 @@ class PreftOnlineRenderer(OnlineRenderer):
                 length = extract_prompt_len(self.model_config, prompt)
                 check_length(length, self.model_config.max_model_len)
                 check_boundary(arguments, policy, length)
-                check_raw_boundary(arguments, bytes(note.body) if note is not None else b"", length)
                 if note is not None:
                     note.prompt_tokens += length
                     note.adapted_tokens += count_adapted(policy, length, (arguments or {}).get(BOUNDARY_ARGUMENT))
+            if note is not None and prompts:
+                # Once a request and not once a prompt: a body may hold thousands of prompts, and this reads all of it.
+                check_raw_boundary(arguments, note.body, length)
         except PreftError as error:
             raise_for_client(error)
         if note is not None:

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/preft"})
 """Routes that say nothing of models, adapters or clients."""
 WHOLE_KEY_PATHS = frozenset({"/metrics", "/v1/preft/status"})
-"""Routes that tell of every adapter, so that a key for some of them does not open them."""
+"""Routes that tell of every adapter, so that a key for some of them does not open them.
+
+vLLM answers any path that begins with `/metrics`, so what begins with one of these counts as it.
+"""
 
 CLOSED_PATHS = {
     "/v1/load_lora_adapter": "vLLM's own LoRA loading would serve adapters on every token",
@@ -56,7 +59,7 @@ class NoteMiddleware:
             await self._app(scope, receive, send)
             return
         note = Note(scope.get("method", "WEBSOCKET"), request_path(scope))
-        is_json = Headers(scope=scope).get("content-type", "application/json").startswith("application/json")
+        is_json = Headers(scope=scope).get("content-type", "application/json").lower().startswith("application/json")
 
         async def listen() -> Message:
             message = await receive()
@@ -111,15 +114,16 @@ class KeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers it."""
-        kind = scope["type"]
-        no_client = kind not in ("http", "websocket") or scope.get("method") == "OPTIONS"
-        if no_client or (kind == "http" and request_path(scope) in OPEN_PATHS):
+        # vLLM's CORS layer lies outside of this one and answers preflights itself. Any other OPTIONS needs the key:
+        # its metrics answer every method.
+        kind, path = scope["type"], request_path(scope) if scope["type"] in ("http", "websocket") else ""
+        if kind not in ("http", "websocket") or (kind == "http" and path in OPEN_PATHS):
             await self._app(scope, receive, send)
             return
         is_known, allowed = self._find(Headers(scope=scope))
         if not is_known:
             await self._refuse(scope, receive, send)
-        elif allowed is not None and request_path(scope) in WHOLE_KEY_PATHS:
+        elif allowed is not None and path.startswith(tuple(WHOLE_KEY_PATHS)):
             await forbidden("This route tells of every adapter, and the key is for some of them")(scope, receive, send)
         else:
             note = current_note()
@@ -155,9 +159,10 @@ def forbidden(message: str) -> JSONResponse:
 
 
 def request_path(scope: Scope) -> str:
-    """The path of a request's URL below where the server is mounted."""
+    """The path of a request's URL below where the server is mounted, as its router takes it."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    below = path.removeprefix(scope.get("root_path", ""))
+    return below if below.startswith("/") or not below else path
 
 
 def _digest(key: str) -> bytes:

@@ -72,9 +72,10 @@ class AdapterNames(Mapping[str, "LoRARequest"]):
         if note is not None and note.entry is not None and note.entry.name == name:
             return note.entry
         try:
-            if note is not None and note.allowed is not None and not note.may_use(str(name)):
-                known = (entry.name for entry in self._registry.entries() if note.may_use(entry.name))
-                raise unknown_adapter(str(name), known)
+            may_use = note.may_use if note is not None else lambda _name: True
+            if not may_use(str(name)) or self._registry.get(str(name)) is None:
+                # Whether the name is another's or nobody's, the key's own names are all that it is told.
+                raise unknown_adapter(str(name), filter(may_use, (one.name for one in self._registry.entries())))
             entry = self._registry.resolve(str(name))
         except PreftError as error:
             raise_for_client(self._redact(str(name), error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,11 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     assert unknown_adapter("zzz", []).accepted == "none"
     many = unknown_adapter("zzz", [f"tenant-{index}" for index in range(9)])
     assert (many.accepted or "").endswith("...")
+
+
+def test_of_a_name_of_many_mib_only_a_beginning_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other requests wait while it is."""
+    compared: list[str] = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda word, *_args, **_options: compared.append(word) or [])
+    unknown_adapter("z" * 10_000_000, ["alice"])
+    assert compared == ["z" * MAX_NAME_LENGTH]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from preft.errors import EngineError, PreftError, RequestError, UnsupportedError
 from preft.positions import ALL, PROMPT, Policy
 from preft.serve.backend import guard
 from preft.serve.backend.reference import AdapterReference
-from preft.serve.http import endpoint
+from preft.serve.http import checks, endpoint
 from preft.serve.http.checks import (
     check_beam_search,
     check_boundary,
@@ -272,6 +273,8 @@ def test_a_boundary_in_the_wrong_place_is_refused_not_ignored(key: str) -> None:
     [
         ("/v1/completions", "some", 200),
         ("/metrics", "some", 403),
+        ("/metrics/", "some", 403),
+        ("/metricsfoo", "some", 403),
         ("/v1/preft/status", "some", 403),
         ("/metrics", "whole", 200),
         ("/metrics", "all", 200),
@@ -313,6 +316,112 @@ def test_a_name_that_a_key_may_not_use_is_a_name_that_does_not_exist(names: Adap
             with pytest.raises(VLLMNotFoundError) as caught:
                 names.find(name)
             assert "alice" not in str(caught.value).replace(f"named `{name}`", "")
+
+
+def test_a_name_of_the_keys_own_that_is_gone_tells_of_no_other(names: AdapterNames) -> None:
+    with Notes().open(Note("POST", "/v1/completions", allowed=frozenset({"alicia", "text"}))):
+        with pytest.raises(VLLMNotFoundError) as caught:
+            names.find("alicia")
+        assert "`alice`" not in str(caught.value)
+        assert "`text`" in str(caught.value)
+    with pytest.raises(VLLMNotFoundError, match="nearest: `alice`"):
+        names.find("alicia")
+
+
+def metrics_app() -> Any:
+    """vLLM's metrics, mounted as it mounts them, behind preft's keys and inside its CORS layer."""
+    import re
+
+    from fastapi import FastAPI
+    from prometheus_client import CollectorRegistry, Counter, make_asgi_app
+    from starlette.middleware.cors import CORSMiddleware
+    from starlette.routing import Mount
+
+    registry = CollectorRegistry()
+    Counter("requests", "By adapter.", ["adapter"], registry=registry).labels("a-tenant").inc()
+    app = FastAPI()
+    mount = Mount("/metrics", make_asgi_app(registry=registry))
+    mount.path_regex = re.compile("^/metrics(?P<path>.*)$")
+    app.routes.append(mount)
+    app.add_middleware(KeyMiddleware, keys=["whole"], limited={"some": ["alice"]})
+    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+def test_no_method_and_no_spelling_reaches_the_metrics_without_a_whole_key() -> None:
+    from starlette.testclient import TestClient
+
+    client = TestClient(metrics_app())
+    for key, expected in ((None, 401), ("some", 403), ("whole", 200)):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for method in ("GET", "HEAD", "OPTIONS", "POST", "DELETE", "FOO"):
+            for path in ("/metrics", "/metrics/", "/metrics/x", "/metricsx", "/%6detrics", "/metrics?a=b"):
+                answer = client.request(method, path, headers=headers)
+                assert (answer.status_code, method, path) == (expected, method, path)
+                assert ("a-tenant" in answer.text) == (key == "whole" and method != "HEAD")
+    preflight = {"Origin": "http://x", "Access-Control-Request-Method": "GET"}
+    answer = client.options("/metrics", headers=preflight)
+    assert answer.status_code == 200
+    assert "a-tenant" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("root_path", "path", "status"),
+    [
+        ("/v", "/v1/load_lora_adapter", 403),
+        ("/v", "/v/v1/load_lora_adapter", 403),
+        ("/api", "/api/invocations", 403),
+        ("/api", "/apiinvocations", 200),
+    ],
+)
+def test_a_closed_route_stays_closed_below_any_root_path(root_path: str, path: str, status: int) -> None:
+    from fastapi import FastAPI
+    from starlette.testclient import TestClient
+
+    app = FastAPI(root_path=root_path)
+    reached: list[str] = []
+    for closed in ("/v1/load_lora_adapter", "/invocations"):
+        app.add_api_route(closed, lambda: reached.append("closed"), methods=["POST"])
+    app.add_api_route("/apiinvocations", lambda: None, methods=["POST"])
+    app.add_middleware(ClosedMiddleware)
+    assert TestClient(app).post(path).status_code == status
+    assert not reached
+
+
+def test_a_body_is_read_once_however_many_prompts_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it once a prompt let one client stall the front end for all."""
+    renderer: Any = checks.PreftOnlineRenderer.__new__(checks.PreftOnlineRenderer)
+    renderer.model_config = SimpleNamespace(max_model_len=10)
+    renderer.preft_policy = lambda _model: PROMPT
+    read: list[int] = []
+    loads = json.loads
+    monkeypatch.setattr(checks.json, "loads", lambda body: read.append(len(body)) or loads(body))
+    monkeypatch.setattr(checks, "extract_prompt_len", lambda _config, prompt: len(prompt))
+    request = SimpleNamespace(model="alice", vllm_xargs={"preft_prompt_len": 1}, model_extra=None)
+    for given, refusal in ((b"1", contextlib.nullcontext()), (b"true", pytest.raises(VLLMClientError))):
+        with Notes().open(Note("POST", "/v1/completions")) as note:
+            note.body += b'{"vllm_xargs": {"preft_prompt_len": %s}}' % given
+            with refusal:
+                renderer._preft_check(request, [[1, 2]] * 5)
+    assert len(read) == 2
+
+
+def test_the_body_is_kept_however_its_type_is_spelt() -> None:
+    kept: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        note = current_note()
+        assert note is not None
+        kept.append(bytes(note.body))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    for spelling in (b"application/json", b"Application/JSON; charset=utf-8", b"multipart/form-data"):
+        scope = {"type": "http", "path": "/", "method": "POST", "headers": [(b"content-type", spelling)]}
+        asyncio.run(NoteMiddleware(app, Notes())(scope, receive, None))  # type: ignore[arg-type]
+    assert kept == [b"{}", b"{}", b""]
 
 
 def test_a_request_keeps_what_its_name_meant_when_it_came(
