@@ -34,6 +34,7 @@ def main() -> None:
     except kept["ConfinementError"] as error:
         answer("unconfined", str(error))
         return
+    os.write(channel, b"+")
     sources = job["sources"]
     del job
     _run(sources, answer)

@@ -29,6 +29,8 @@ from typing import IO, Any, cast
 from preft.errors import EngineError, UnsupportedError, UsageError
 
 GUEST = Path(__file__).with_name("guest.py")
+CONFINED = b"+"
+"""What the guest says before it runs any code; from then on nothing it says may end the caller's work."""
 _MAX_ANSWER_BYTES = 64 << 10
 _POLL_S = 0.05
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc/localtime", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
@@ -257,20 +259,23 @@ def _folder_bytes(folder: Path, enough: int) -> int:
 
 
 def _read(answer: bytes, token: str, code: int, seconds: float) -> Outcome:
+    is_confined = answer.startswith(CONFINED)
     try:
-        found: Any = json.loads(answer)
-    except ValueError:
+        found: Any = json.loads(answer.removeprefix(CONFINED))
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("token") != token:
         if code == -signal.SIGXCPU:
             return Outcome(Status.TIMEOUT, "over its processor time", seconds)
         ended = f"signal {-code}" if code < 0 else f"exit status {code}"
         return Outcome(Status.FAILED, f"it ended before its tests did, by {ended}", seconds)
-    if found["status"] == "unconfined":
+    if found.get("status") == "unconfined" and not is_confined:
         raise UnsupportedError(
             "Code cannot be confined on this machine",
             got=str(found["detail"]),
             accepted="Linux with seccomp",
             hint="run without rewards that execute code",
         )
-    return Outcome(Status(found["status"]), str(found["detail"]), seconds)
+    if found.get("status") not in tuple(Status):
+        return Outcome(Status.FAILED, "it forged an answer", seconds)
+    return Outcome(Status(found["status"]), str(found.get("detail")), seconds)

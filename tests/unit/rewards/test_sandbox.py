@@ -93,6 +93,29 @@ def test_leaving_before_the_tests_is_not_passing(code: str) -> None:
     assert run(code, "assert False").status is Status.FAILED
 
 
+FORGERIES = {
+    "depth": "for n in range(3, 64):\n  try: os.write(n, b'[' * 60_000)\n  except OSError: pass\nos._exit(0)",
+    "status": "forge('none', '')",
+    "no sandbox": "forge('unconfined', 'so it says')",
+}
+_FORGE = """
+import os, sys
+def forge(status, detail):
+    frame = sys._getframe()
+    while "answer" not in frame.f_locals: frame = frame.f_back
+    frame.f_locals["answer"](status, detail)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_answer_ends_the_callers_work(name: str) -> None:
+    """Code that steals the token may cheat its own tests; it must not stop a run of many."""
+    outcome = run(_FORGE + FORGERIES[name], "assert False")
+    assert outcome.status is Status.FAILED
+    assert outcome.detail.startswith("it ended before" if name == "depth" else "it forged"), outcome.detail
+
+
 ATTACKS = {
     "fork": "import os\nwhile True: os.fork()",
     "a program": "import subprocess\nsubprocess.run(['true'])",
