@@ -29,6 +29,9 @@ from preft.tuners.layers import GatedLinear
 from preft.tuners.masks import batch_mask
 from preft.types import Site, SiteKind
 
+PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights`, beside true and false, that leave the base weights as they are."""
+
 
 def prompt_only_config(
     rank: int, *, alpha: float | None = None, targets: Sequence[str] | str = "all-linear", **settings: Any
@@ -40,7 +43,22 @@ def prompt_only_config(
         alpha: Scale times rank; None for `2 * rank`.
         targets: PEFT's `target_modules`.
         settings: Further fields of `LoraConfig`; a variant that cannot act by position is refused when layers are made.
+
+    Raises:
+        UnsupportedError: A field would change the base weights, or train what the adapter's format does not hold.
     """
+    init = settings.get("init_lora_weights", True)
+    if not isinstance(init, bool) and init not in PLAIN_INITS:
+        raise UnsupportedError(
+            "The initialisation may change the base weights, and the adapter would be one of the changed base",
+            got=f"`init_lora_weights` {init!r}",
+            accepted=", ".join(["true", "false", *(f"`{name}`" for name in PLAIN_INITS)]),
+        )
+    if settings.get("lora_bias") or settings.get("bias", "none") != "none":
+        name = "lora_bias" if settings.get("lora_bias") else "bias"
+        raise UnsupportedError(
+            "A linear site has no bias", got=f"`{name}` {settings[name]!r}", accepted=f"nothing for `{name}`"
+        )
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,  # type: ignore[arg-type]

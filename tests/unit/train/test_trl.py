@@ -11,7 +11,7 @@ import torch
 from preft.adapters.fingerprint import fingerprint_base
 from preft.adapters.store import load_adapter, save_adapter
 from preft.data.encode import load_tokenizer
-from preft.errors import BoundaryUnknownError, UsageError
+from preft.errors import BoundaryUnknownError, UnsupportedError, UsageError
 from preft.train.trl import MaskingCollator, adapter_of, make_prompt_only, prompt_only_config
 from preft.tuners.attach import attach
 from tests.unit.train.common import EXACT, gap, load
@@ -116,3 +116,31 @@ def test_a_plain_model_is_refused(tiny_llama: Path) -> None:
     trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda found: found))
     with pytest.raises(UsageError, match="carries no adapter by position"):
         make_prompt_only(trainer)
+
+
+def _base_change(folder: Path, init: object) -> float:
+    from peft import LoraConfig, get_peft_model
+
+    plain = load(folder).model.layers[0].self_attn.q_proj.weight
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)  # type: ignore[arg-type]
+    wrapped: Any = get_peft_model(load(folder), config).get_base_model()
+    return float((wrapped.model.layers[0].self_attn.q_proj.base_layer.weight - plain).abs().max().detach())
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_initialisation_that_changes_the_base_is_refused(tiny_llama: Path, init: str) -> None:
+    assert _base_change(tiny_llama, init) > 0
+    with pytest.raises(UnsupportedError, match="change the base weights"):
+        prompt_only_config(4, init_lora_weights=init)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
+def test_one_that_leaves_it_alone_is_not(tiny_llama: Path, init: bool | str) -> None:
+    assert _base_change(tiny_llama, init) == 0
+    assert prompt_only_config(4, init_lora_weights=init).init_lora_weights == init
+
+
+@pytest.mark.parametrize("setting", [{"lora_bias": True}, {"bias": "lora_only"}])
+def test_a_bias_that_the_format_does_not_hold_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="no bias"):
+        prompt_only_config(4, **setting)
