@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,20 @@ def save_evaluation(evaluation: Evaluation, folder: Path, *, log_samples: bool =
     Raises:
         FileError: A file cannot be written.
     """
-    texts = {RESULTS: dump(evaluation.document, indent=2) + "\n"}
+    texts = {}
     if log_samples:
         for arm, tasks in evaluation.samples.items():
             for task, samples in tasks.items():
                 name = f"samples_{arm}_{re.sub(r'[^A-Za-z0-9._-]', '_', task)}.jsonl"
                 texts[name] = "".join(dump(_sample(dict(sample))) + "\n" for sample in samples)
+    # Last, and old ones go first: who finds results finds all that belongs to them.
+    texts[RESULTS] = dump(evaluation.document, indent=2) + "\n"
     try:
+        (folder / RESULTS).unlink(missing_ok=True)
         for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            partial = folder / f".{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, folder / name)
     except OSError as error:
         raise FileError("The results cannot be written", got=f"`{folder}`: {error.strerror}") from None
     return [folder / name for name in texts]

@@ -101,6 +101,26 @@ def test_the_files_are_the_harness_s(evaluation: Evaluation, tmp_path: Path) -> 
     require_free(tmp_path, force=True)
 
 
+def test_an_interruption_leaves_no_results_that_look_whole(
+    evaluation: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_evaluation(evaluation, tmp_path, log_samples=True)
+    plain, written = Path.write_text, []
+
+    def interrupted(path: Path, text: str, **settings: str) -> int:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return plain(path, text, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_evaluation(evaluation, tmp_path, log_samples=True)
+    assert len(written) == 2
+    assert not (tmp_path / RESULTS).exists()
+    require_free(tmp_path)
+
+
 def test_numbers_that_json_does_not_have_become_null() -> None:
     assert dump({"a": float("inf"), "b": [float("nan"), 1.5], "c": len}).startswith(
         '{"a": null, "b": [null, 1.5], "c": '
