@@ -16,7 +16,7 @@ app = command_app()
 SETS: dict[str, tuple[tuple[str, ...], str]] = {
     "recipes": ((".yaml", ".jsonl"), "preft train sft sft-lorap.yaml"),
     "recipes/paper": ((".yaml",), "preft train sft sft-tulu3.yaml"),
-    "notebooks": ((".ipynb",), "jupyter lab quickstart.ipynb"),
+    "notebooks": ((".ipynb",), "open them in a program for notebooks, such as JupyterLab (`pip install jupyterlab`)"),
     "deploy": (("",), "edit the names and paths in them"),
 }
 """What can be written: its folder in the package, the suffixes that are files of it, and what to do next."""
@@ -63,7 +63,8 @@ def init(
         session.emit({"folder": str(folder), "files": [path.name for path in written]})
     else:
         session.show(*(str(path) for path in written))
-    session.note(f"next: cd {folder} && {SETS[kind][1]}" if kind != "deploy" else f"next: {SETS[kind][1]}")
+    is_command = SETS[kind][1].startswith("preft ")
+    session.note(f"next: cd {folder} && {SETS[kind][1]}" if is_command else f"next: {SETS[kind][1]}")
 
 
 def _write(folder: Path, kind: str) -> list[Path]:
