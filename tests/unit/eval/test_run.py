@@ -105,7 +105,8 @@ def test_an_interruption_leaves_no_results_that_look_whole(
     evaluation: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_evaluation(evaluation, tmp_path, log_samples=True)
-    plain, written = Path.write_text, []
+    plain = Path.write_text
+    written: list[str] = []
 
     def interrupted(path: Path, text: str, **settings: str) -> int:
         if len(written) == 2:
