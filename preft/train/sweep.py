@@ -139,13 +139,20 @@ def run_sweep(
         One row a cell; a folder may hold more, of other methods, ranks and seeds.
 
     Raises:
-        UsageError: The recipe has no evaluation data, or the folder is taken or holds another sweep.
+        UsageError: The recipe has no evaluation data or pushes its adapter, or the folder is taken or holds another
+            sweep.
         FileError: Something cannot be read or written.
         EngineError: A loss is not finite.
     """
     recipe = resolved.recipe
     if recipe.data.eval is None:
         raise UsageError("A sweep compares evaluation losses, and the recipe has no `data.eval`")
+    if recipe.push_to_hub is not None:
+        raise UsageError(
+            "A sweep pushes nothing: each of its runs would replace the last one's adapter on the hub",
+            got=f"`push_to_hub` {recipe.push_to_hub}",
+            hint="`--set push_to_hub=null`, then train the adapter you choose",
+        )
     arms = sweep_arms(recipe, settings, progress=progress)
     output = Path(recipe.output)
     done = _open_folder(output, _setup(recipe, settings), resume=resume)

@@ -187,6 +187,16 @@ def test_a_sweep_needs_something_to_compare(recipe_file: Path, tmp_path: Path) -
         read_sweep(tmp_path)
 
 
+def test_its_runs_push_nothing(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[str] = []
+    monkeypatch.setattr("preft.train.sft.push_adapter", lambda _, name, **__: pushed.append(name))
+    resolved = load_sft_recipe(recipe_file, [f"output={tmp_path / 'out'}", "push_to_hub=me/mine"])
+    with pytest.raises(UsageError, match="pushes nothing"):
+        run_sweep(resolved, _settings(methods=("lora",)))
+    assert not pushed
+    assert not (tmp_path / "out").exists()
+
+
 def test_as_a_user_calls_it(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = ["train", "sweep", str(recipe_file), "--set", f"output={tmp_path / 'out'}", "--seeds", "0"]
     assert run([*call, "--methods", "lora,lorap", "--ranks", "2", "--rate", "lorap=0.02", "--json"]) == 0
