@@ -15,6 +15,8 @@ from typing import Any
 from preft.errors import RequestError, UnsupportedError, UsageError
 
 ROLES = ("system", "user", "assistant", "tool")
+_NOT_RENDERED = ("tool_calls", "function_call", "reasoning_content", "thinking")
+"""Parts of messages that templates render at serving, and that are not learnt from; other keys say nothing."""
 
 _PROBE = (
     {"role": "user", "content": "First question?"},
@@ -161,6 +163,9 @@ def require_conversation(value: object, *, first: int = 0) -> tuple[Message, ...
             raise RequestError("a message has no text", got=f"message {number}: {message!r}"[:80])
         if message.get("role") not in ROLES:
             raise RequestError("a message has an unknown role", got=f"message {number}: {message.get('role')!r}")
+        beside = next((key for key in _NOT_RENDERED if message.get(key)), None)
+        if beside is not None:
+            raise RequestError("a message holds more than text", got=f"message {number}: `{beside}`")
         if not message["content"].strip():
             raise RequestError("a message is empty", got=f"message {number}, of the {message['role']}")
     roles = [message["role"] for message in value]

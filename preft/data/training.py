@@ -205,6 +205,8 @@ def _add(
 
 def _schema(row: Mapping[str, Any]) -> str:
     has = {key for key in ("messages", "prompt", "completion") if row.get(key) is not None}
+    if row.get("tools"):
+        raise RequestError("the row offers `tools`, which are not rendered", got=repr(row["tools"])[:60])
     if has == {"messages"}:
         return "messages"
     if has == {"prompt", "completion"}:

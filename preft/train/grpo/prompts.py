@@ -105,6 +105,8 @@ def _prompt_row(row: Mapping[str, Any], line: int) -> PromptRow:
     given = [key for key in ("prompt", "messages") if row.get(key) is not None]
     if len(given) != 1:
         raise RequestError("the row has no single prompt", got=f"keys {sorted(row)}"[:80], accepted=SHAPES)
+    if row.get("tools"):
+        raise RequestError("the row offers `tools`, which are not rendered", got=repr(row["tools"])[:60])
     value = row[given[0]]
     if given == ["prompt"] and isinstance(value, str) and value:
         return PromptRow(str(line), line, None, prompt=value)

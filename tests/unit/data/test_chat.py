@@ -133,8 +133,15 @@ def test_end_ids(value: object, expected: set[int]) -> None:
         (_talk("", "b"), "a message is empty"),
         ([{"role": "user", "content": None}], "a message has no text"),
         ([{"role": "human", "content": "a"}], "unknown role"),
+        ([*_talk("a"), {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]}], "more than text"),
+        ([*_talk("a"), {"role": "assistant", "content": "b", "reasoning_content": "c"}], "more than text"),
     ],
 )
 def test_a_conversation_with_nothing_to_learn_is_refused(messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         require_conversation(messages)
+
+
+def test_keys_that_say_nothing_are_left_alone() -> None:
+    messages = [{"role": "user", "content": "a", "id": 3}, {"role": "assistant", "content": "b", "tool_calls": None}]
+    assert require_conversation(messages) == (*_talk("a", "b"),)

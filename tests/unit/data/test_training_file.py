@@ -73,6 +73,7 @@ def test_turns_are_examples_and_named(tmp_path: Path, encoder: ChatEncoder) -> N
         ({"prompt": 3, "completion": "a"}, "the `prompt` is not a text"),
         ({"prompt": "a", "completion": "b" * 200}, "the completion does not fit into `max_tokens`"),
         ([1], "the line is not a JSON object"),
+        ({**GOOD, "tools": [{"name": "f"}]}, "the row offers `tools`, which are not rendered"),
     ],
 )
 def test_a_bad_row_is_counted_by_reason(tmp_path: Path, encoder: ChatEncoder, row: Any, reason: str) -> None:
