@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,7 +84,7 @@ def load_checkpoint(
     try:
         state = load_file(checkpoint / STATE_NAME)
         momenta = torch.load(checkpoint / OPTIMIZER_NAME, weights_only=True, map_location="cpu")
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise FileError(f"The checkpoint `{checkpoint}` cannot be read", got=str(error)[:200]) from None
     load_adapter_state(handle, state, str(handle.active))
     optimizer.load_state_dict(momenta)

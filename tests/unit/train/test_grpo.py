@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from preft.adapters.adapter import Adapter
 from preft.adapters.store import load_adapter
@@ -18,6 +19,7 @@ from preft.data.requests import GenerationRequest, GenerationResult
 from preft.errors import EngineError, FileError, PreftError, UsageError
 from preft.serve.hf_engine import HFEngine
 from preft.train.grpo import probe, scoring
+from preft.train.grpo.checkpoint import OPTIMIZER_NAME, load_checkpoint
 from preft.train.grpo.prompts import load_prompts
 from preft.train.grpo.report import GrpoReport
 from preft.train.grpo.run import train_grpo
@@ -348,6 +350,16 @@ def test_an_output_that_is_taken_is_kept(recipe: Callable[..., ResolvedGrpoRecip
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
 
 
+@pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x05]q\x00K\x01a."])
+def test_a_broken_checkpoint_is_an_error_of_ours(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter.safetensors")
+    (tmp_path / OPTIMIZER_NAME).write_bytes(content)
+    nothing: Any = None
+    with pytest.raises(FileError, match="cannot be read"):
+        load_checkpoint(tmp_path, nothing, nothing, {})
+
+
 # ---------------------------------------------------------------- prompts and recipes
 
 
@@ -368,6 +380,10 @@ def test_prompts_of_every_shape(tiny_llama: Path, tmp_path: Path) -> None:
     assert [prompt.text for prompt in found.prompts] == ["xy", rendered, rendered]
     assert found.is_chat
     assert len(found.report.refused) == 4, "one reason stands for both rows without a single prompt"
+    path.write_text(json.dumps({"messages": chat, "tools": [{"name": "f"}]}) + "\n")
+    with pytest.raises(FileError, match="holds no prompt") as caught:
+        load_prompts(path, tokenizer, max_tokens=64)
+    assert "`tools`" in str(caught.value.got)
 
 
 def test_each_pass_over_the_prompts_has_an_order_of_its_own(tiny_llama: Path, data: Path) -> None:
