@@ -143,6 +143,10 @@ async def _read_form(request: Request, limit: int, known: set[str]) -> tuple[Map
             if (files["manifest"].size or 0) > _MAX_MANIFEST_BYTES:
                 raise TooLargeError("The manifest is too large", accepted=f"{_MAX_MANIFEST_BYTES} bytes at most")
             return fields, Upload(await files["manifest"].read(), await files["tensors"].read())
+    except OSError as error:
+        raise FileError(
+            "The body cannot be written to the server's temporary folder", got=error.strerror, hint="see `TMPDIR`"
+        ) from None
     except HTTPException as error:
         raise RequestError("The form cannot be read", got=str(error.detail)[:200]) from None
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from preft.adapters.adapter import Adapter
 from preft.adapters.catalog import is_inside, require_name
-from preft.adapters.store import adapter_from_bytes, adapter_to_bytes, save_adapter
+from preft.adapters.store import adapter_from_bytes, adapter_to_bytes, load_adapter, save_adapter
 from preft.errors import AdapterError, EngineError, PreftError, UsageError
 from preft.serve.backend.reference import AdapterReference
 from preft.serve.http.notes import Notes
@@ -117,6 +117,8 @@ class Operations:
         async with self._lock:
             self._require_free(name, replace)
             target = self._below_root(name) if persist else None
+            if target is not None:
+                self._require_unshared(name, target)
             adapter = await asyncio.to_thread(adapter_from_bytes, upload.manifest, upload.tensors, name=name)
             entry, _ = await asyncio.to_thread(self.registry.check, name, adapter)
             await self._send(entry.digest, upload.manifest, upload.tensors)
@@ -125,12 +127,13 @@ class Operations:
             await self._install(entry)
             return entry
 
-    async def unload(self, name: str, *, drain: bool) -> int:
+    async def unload(self, name: str, *, drain: bool, only_if: Callable[[], bool] = lambda: True) -> int:
         """Forgets a name; its folder stays.
 
         Args:
             name: The name.
             drain: Let requests under way finish; otherwise refuse while there are any.
+            only_if: Asked while no other change is under way; nothing is done if it says no.
 
         Returns:
             How many requests are under way.
@@ -141,6 +144,8 @@ class Operations:
         """
         async with self._lock:
             self.registry.require_known(name)
+            if not only_if():
+                return 0
             count = self._notes.count(name)
             if count and not drain:
                 raise InUseError(
@@ -187,16 +192,40 @@ class Operations:
             raise AdapterError(f"The adapter folder `{folder}` leads out of the adapter root")
         return path
 
+    def _require_unshared(self, name: str, target: Path) -> None:
+        """Refuses to overwrite a folder that another name is served from: its requests would fail."""
+        folder = str(target.resolve())
+        for entry in self.registry.entries():
+            if isinstance(entry, Registered) and entry.name != name and entry.reference.folder == folder:
+                raise InUseError(
+                    f"The folder `{target.name}` is where the adapter `{entry.name}` is served from",
+                    hint=f"choose another name, or load `{entry.name}` from another folder first",
+                )
+
+    async def _keep(self, entry: Registered) -> None:
+        """Brings what is on disk into memory before it is overwritten, while no step waits for it.
+
+        Requests may ask for it until its name means something else.
+        """
+        try:
+            adapter = await asyncio.to_thread(load_adapter, entry.reference.folder, expected_digest=entry.digest)
+            await self._send(entry.digest, *await asyncio.to_thread(adapter_to_bytes, adapter))
+        except PreftError as error:
+            logger.warning("Requests under `%s` may fail until it is replaced: %s", entry.name, error)
+
     async def _write(self, name: str, adapter: Adapter, target: Path) -> Registered:
         before = self.registry.get(name)
-        if isinstance(before, Registered) and not before.in_memory:
-            await self.hold(before)
+        kept = before if isinstance(before, Registered) and before.reference.folder == str(target.resolve()) else None
+        if kept is not None and kept.digest != adapter.digest:
+            await self._keep(kept)
         try:
             await asyncio.to_thread(save_adapter, adapter, target, force=True)
             self.on_write(name, target)
             entry, _ = await asyncio.to_thread(self.registry.check, name, target, within=self.root)
         except BaseException:
             await self._release([adapter.digest])
+            if kept is not None:
+                await self._release([kept.digest], keep_named=False)
             raise
         return entry
 
@@ -222,8 +251,10 @@ class Operations:
             await self.hold(before)
         self.registry.install(entry)
         if not entry.in_memory:
-            # It was there for the workers to look at; from now on the scheduler decides when it is.
-            await self._release([entry.digest], keep_named=False)
+            # It was there for the workers to look at; from now on the scheduler decides when it is. What was kept of
+            # the old version goes now where nothing uses it.
+            kept = [before.digest] if isinstance(before, Registered) and not before.in_memory else []
+            await self._release([entry.digest, *kept], keep_named=False)
         self._reap_soon()
 
     async def _release(self, digests: Sequence[str], *, keep_named: bool = True) -> None:

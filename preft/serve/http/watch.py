@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from preft.adapters.catalog import require_inside, require_no_twin
 from preft.adapters.manifest import MANIFEST_NAME, TENSORS_NAME
-from preft.errors import PreftError, UnknownAdapterError
+from preft.errors import EngineError, PreftError, UnknownAdapterError
 from preft.serve.registry import Registered, Unavailable
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Signature = tuple[str, tuple[tuple[int, int, int] | None, ...]]
+
+LOOK_S = 10.0
+"""Seconds between two looks where the system tells of no change."""
+_NEVER: Signature = ("", ())
 
 
 class Watch:
@@ -45,6 +49,7 @@ class Watch:
         self._fixed = fixed
         self._seen = dict(seen)
         self._refused: set[str] = set()
+        self._is_lost = False
         operations.on_write = self._note_write
 
     async def run(self) -> None:
@@ -52,39 +57,66 @@ class Watch:
         from watchfiles import awatch
 
         # Once more at the start: something may have changed while the server came up.
-        await self.look()
-        async for _ in awatch(self._root, debounce=400, step=50, recursive=True, ignore_permission_denied=True):
+        await self._look_on()
+        while True:
             try:
-                await self.look()
-            except Exception:
-                logger.exception("The watched folder could not be taken up")
+                # Looks without being told as well: a network file system tells nothing of what others write, and a
+                # root that is itself replaced tells nothing ever after.
+                async for _ in awatch(
+                    self._root,
+                    debounce=400,
+                    step=50,
+                    rust_timeout=int(1000 * LOOK_S),
+                    yield_on_timeout=True,
+                    recursive=True,
+                    ignore_permission_denied=True,
+                ):
+                    await self._look_on()
+            except Exception as error:
+                logger.warning("The watched folder cannot be watched: %s", error)
+            await asyncio.sleep(LOOK_S)
+            await self._look_on()
+
+    async def _look_on(self) -> None:
+        """Looks, and goes on watching whatever comes of it."""
+        try:
+            await self.look()
+        except Exception:
+            logger.exception("The watched folder could not be taken up")
 
     async def look(self) -> None:
         """Takes up what has changed since the last look."""
+        known = set(self._seen)
         found = await asyncio.to_thread(self._scan)
         if found is None:
             return
-        for name in sorted(set(self._seen) - set(found)):
-            del self._seen[name]
+        # Not what the server has written meanwhile.
+        for name in sorted(known - set(found)):
             await self._remove(name)
-        for name, folder in found.items():
-            signature = await asyncio.to_thread(sign, folder)
+        for name, signature in found.items():
             if self._seen.get(name) != signature:
                 self._seen[name] = signature
-                await self._take_up(name)
+                try:
+                    await self._take_up(name)
+                except Exception:
+                    logger.exception("Adapter `%s` could not be taken up", name)
+                    self._seen[name] = _NEVER
 
     def _note_write(self, name: str, folder: Path) -> None:
         """What the server itself wrote is served already, and must not come back once it is unloaded."""
         self._seen[name] = sign(folder)
 
-    def _scan(self) -> dict[str, Path] | None:
-        """The folder's adapters; None where it cannot be read, which is no reason to forget any."""
+    def _scan(self) -> dict[str, Signature] | None:
+        """The folder's adapters, signed before they are read; None, which forgets none, where it cannot be listed."""
         try:
             entries = sorted(entry for entry in self._root.iterdir() if (entry / MANIFEST_NAME).exists())
         except OSError as error:
-            logger.warning("The watched folder cannot be read: %s", error.strerror)
+            if not self._is_lost:
+                logger.warning("The watched folder cannot be read: %s", error.strerror)
+            self._is_lost = True
             return None
-        found: dict[str, Path] = {}
+        self._is_lost = False
+        found: dict[str, Signature] = {}
         for entry in entries:
             if entry.name.startswith(".") or entry.name in self._fixed:
                 continue
@@ -92,7 +124,7 @@ class Watch:
                 self._operations.registry.require_name(entry.name)
                 require_no_twin(entry.name, found)
                 require_inside(entry, self._root)
-                found[entry.name] = entry
+                found[entry.name] = sign(entry)
             except PreftError as error:
                 if entry.name not in self._refused:
                     logger.warning("A folder among the adapters is left alone: %s", error)
@@ -106,6 +138,9 @@ class Watch:
             entry = await self._operations.load(name, replace=True)
             logger.info("Adapter `%s` is served at version %d", name, entry.version)
         except PreftError as error:
+            if isinstance(error, EngineError):
+                # Not the adapter's fault, so that it may go better at the next look.
+                self._seen[name] = _NEVER
             if isinstance(before, Registered):
                 # The files of what the name means are gone, but requests still use it.
                 await self._operations.hold(before)
@@ -114,15 +149,21 @@ class Watch:
                 registry.mark_unavailable(Unavailable(name, error))
 
     async def _remove(self, name: str) -> None:
+        def is_gone() -> bool:
+            # While the server replaces a folder itself, there is none for a moment.
+            gone = not (self._root / name / MANIFEST_NAME).exists()
+            if gone:
+                self._seen.pop(name, None)
+            entry = self._operations.registry.get(name)
+            return gone and not (isinstance(entry, Registered) and entry.in_memory)
+
         entry = self._operations.registry.get(name)
-        if isinstance(entry, Registered) and entry.in_memory:
-            return
         try:
-            if isinstance(entry, Registered):
+            if isinstance(entry, Registered) and not entry.in_memory:
                 await self._operations.hold(entry)
-            await self._operations.unload(name, drain=True)
+            await self._operations.unload(name, drain=True, only_if=is_gone)
         except UnknownAdapterError:
-            return
+            self._seen.pop(name, None)
 
 
 def sign(folder: Path) -> Signature:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from preft.adapters import store
 from preft.adapters.adapter import Adapter
 from preft.adapters.fingerprint import fingerprint_base
-from preft.adapters.store import adapter_to_bytes, save_adapter
+from preft.adapters.store import adapter_to_bytes, load_adapter, save_adapter
 from preft.errors import AdapterError, EngineError, FileError, PreftError
 from preft.serve.backend.push import HeldAdapters
 from preft.serve.backend.sites import PackedAdapter
@@ -179,6 +181,58 @@ def test_an_adapter_from_a_folder_is_looked_at_and_let_go(
     assert names(operations) == ["it"]
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_request_that_comes_while_its_folder_is_overwritten_finds_the_old_version(
+    operations: Operations,
+    engine: FakeEngine,
+    notes: Notes,
+    adapter: Adapter,
+    other: Adapter,
+    monkeypatch: pytest.MonkeyPatch,
+    is_full: bool,
+) -> None:
+    """None was under way when the change began, so nothing but the folder held the old version."""
+    (entry,) = run(operations.push("it", upload(adapter), persist=True, replace=False))
+    assert engine.held() == [0, 0]
+    swap, note = store._swap_in, Note("POST", "/v1/completions")
+
+    def swap_with_a_request(partial: Path, folder: Path) -> None:
+        note.entry = operations.registry.resolve("it")
+        assert all(rank.get(adapter.digest) is not None for rank in engine.ranks)
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        swap(partial, folder)
+
+    monkeypatch.setattr(store, "_swap_in", swap_with_a_request)
+    with notes.open(note):
+        with pytest.raises(FileError) if is_full else contextlib.nullcontext():
+            run(operations.push("it", upload(other), persist=True, replace=True))
+        assert all(rank.get(adapter.digest) is not None for rank in engine.ranks), "its request is not over"
+    assert operations.registry.resolve("it").digest == (entry if is_full else other).digest
+    monkeypatch.setattr(store, "_swap_in", swap)
+    run(operations.push("it", upload(other), persist=True, replace=True), _soon(operations))
+    assert engine.held() == [0, 0]
+
+
+def test_an_idle_version_that_was_kept_for_a_change_goes_with_it(
+    operations: Operations, engine: FakeEngine, adapter: Adapter, other: Adapter
+) -> None:
+    run(operations.push("it", upload(adapter), persist=True, replace=False))
+    run(operations.push("it", upload(other), persist=True, replace=True))
+    assert engine.held() == [0, 0]
+
+
+def test_a_push_does_not_overwrite_the_folder_of_another_name(
+    operations: Operations, adapter: Adapter, other: Adapter
+) -> None:
+    save_adapter(adapter, operations.root / "v2")  # type: ignore[operator]
+    (entry,) = run(operations.load("it", "v2", replace=False))
+    with pytest.raises(InUseError, match="`v2` is where the adapter `it` is served from"):
+        run(operations.push("v2", upload(other), persist=True, replace=False))
+    assert load_adapter(entry.reference.folder).digest == adapter.digest
+    run(operations.push("v2", upload(other), persist=False, replace=False))
+
+
 def test_a_root_that_is_not_there_and_names_that_are_taken(operations: Operations, adapter: Adapter) -> None:
     run(operations.push("it", upload(adapter), persist=False, replace=False))
     with pytest.raises(NameTakenError):
@@ -237,6 +291,28 @@ def test_no_change_without_the_admins_key(
 
 @pytest.mark.parametrize(("chunks", "status"), [(3, 400), (40, 413)])
 def test_a_body_without_a_length_ends_at_the_limit(chunks: int, status: int) -> None:
+    answer, read = put_chunks(chunks)
+    assert answer.status_code == status, answer.body
+    assert read <= 12
+
+
+def test_a_full_temporary_folder_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large body passes through one."""
+    written: list[int] = []
+
+    async def full(_file: UploadFile, data: bytes) -> None:
+        written.append(len(data))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(UploadFile, "write", full)
+    answer, _ = put_chunks(8)
+    assert written
+    assert answer.status_code == 507
+    assert b"temporary folder" in answer.body
+
+
+def put_chunks(chunks: int) -> tuple[Any, int]:
+    """The answer to a body of so many chunks without a length, and how many of them were read."""
     head, read = b'--b\r\nContent-Disposition: form-data; name="tensors"; filename="t"\r\n\r\n', [0]
 
     async def receive() -> dict[str, Any]:
@@ -261,6 +337,4 @@ def test_a_body_without_a_length_ends_at_the_limit(chunks: int, status: int) -> 
         ],
         "app": SimpleNamespace(state=SimpleNamespace(preft=front)),
     }
-    answer = asyncio.run(put_adapter(Request(scope, receive)))
-    assert answer.status_code == status, answer.body
-    assert read[0] <= 12
+    return asyncio.run(put_adapter(Request(scope, receive))), read[0]

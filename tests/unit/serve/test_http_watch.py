@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from preft.adapters import store
 from preft.adapters.adapter import Adapter
 from preft.adapters.fingerprint import fingerprint_base
 from preft.adapters.store import save_adapter
+from preft.errors import EngineError
+from preft.serve.http import watch as watch_module
 from preft.serve.http.notes import Notes
 from preft.serve.http.operations import Operations, Upload
 from preft.serve.http.watch import Watch, sign
@@ -134,6 +140,111 @@ def test_one_bad_name_does_not_hide_the_others(operations: Operations, root: Pat
     assert digest(operations, "it") == adapters[0].digest
     assert digest(operations, "other") == adapters[1].digest
     assert digest(operations, "base") is None
+
+
+@pytest.mark.parametrize(("is_new", "scan_s"), [(True, 0.2), (False, 0.0), (False, 0.2)])
+def test_a_look_in_the_middle_of_a_write_forgets_nothing(
+    operations: Operations,
+    root: Path,
+    adapters: list[Adapter],
+    monkeypatch: pytest.MonkeyPatch,
+    is_new: bool,
+    scan_s: float,
+) -> None:
+    """There is no folder for a moment while one is replaced, and there was none yet when the look began."""
+    watch = Watch(operations, root, frozenset(), {})
+    if not is_new:
+        asyncio.run(operations.push("it", upload(adapters[1]), persist=True, replace=False))
+    swap = store._swap_in
+
+    async def push_while_looking() -> None:
+        loop, looked = asyncio.get_running_loop(), []
+
+        def swap_slowly(partial: Path, folder: Path) -> None:
+            if folder.exists():
+                folder.rename(root / ".old")
+            found = watch._scan()
+            assert found == {}, "the premise: the folder is not there"
+
+            def scan_slowly() -> object:
+                time.sleep(scan_s)
+                return found
+
+            monkeypatch.setattr(watch, "_scan", scan_slowly)
+            loop.call_soon_threadsafe(lambda: looked.append(loop.create_task(watch.look())))
+            time.sleep(0.05)
+            swap(partial, folder)
+
+        monkeypatch.setattr(store, "_swap_in", swap_slowly)
+        await operations.push("it", upload(adapters[0]), persist=True, replace=True)
+        await looked[0]
+
+    asyncio.run(push_while_looking())
+    assert digest(operations, "it") == adapters[0].digest
+    monkeypatch.undo()
+    look(watch)
+    assert operations.registry.resolve("it").version == (1 if is_new else 2)
+    shutil.rmtree(root / "it")
+    look(watch)
+    assert digest(operations, "it") is None
+
+
+def test_what_is_not_the_adapters_fault_is_tried_again(
+    operations: Operations, root: Path, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(operations, root, frozenset(), {})
+    save_adapter(adapters[0], root / "a")
+    save_adapter(adapters[1], root / "b")
+    load = operations.load
+    for error in (EngineError("busy"), RuntimeError("unforeseen")):
+
+        async def fail(name: str, *, replace: bool, error: Exception = error) -> Registered:
+            if name == "a":
+                raise error
+            return await load(name, replace=replace)
+
+        monkeypatch.setattr(operations, "load", fail)
+        look(watch)
+        assert digest(operations, "a") is None
+        assert digest(operations, "b") == adapters[1].digest
+    monkeypatch.undo()
+    look(watch)
+    assert digest(operations, "a") == adapters[0].digest
+
+
+def test_it_looks_though_nothing_tells_of_a_change_and_whatever_a_look_comes_to(
+    operations: Operations, root: Path, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system tells nothing, and a root that is replaced tells nothing of the new one."""
+    watch = Watch(operations, root, frozenset(), {})
+    looked, look_once = [0], watch.look
+
+    async def look_badly() -> None:
+        looked[0] += 1
+        if looked[0] == 1:
+            raise RuntimeError("the first look fails")
+        await look_once()
+
+    async def until(reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not reached():
+                await asyncio.sleep(0.02)
+
+    async def replace_the_root() -> None:
+        running = asyncio.create_task(watch.run())
+        await until(lambda: looked[0] >= 2)
+        root.rename(root.parent / "before")
+        await asyncio.sleep(0.3)
+        root.mkdir()
+        save_adapter(adapters[0], root / "it")
+        await until(lambda: digest(operations, "it") == adapters[0].digest)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    monkeypatch.setattr(watch, "look", look_badly)
+    monkeypatch.setattr(watch_module, "LOOK_S", 0.2)
+    asyncio.run(replace_the_root())
 
 
 def test_what_the_server_wrote_itself_does_not_come_back(
