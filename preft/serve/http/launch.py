@@ -140,6 +140,7 @@ def plan_launch(
         raise UsageError("`--watch` needs a folder to watch", hint="name it with `--adapters ROOT`")
     key = read_key(options.api_key_file) if options.api_key_file else environment.get("VLLM_API_KEY") or None
     environment.pop(ADMIN_KEY_VARIABLE, None)
+    require_separate(key, keys, admin_key)
     if keys and key is not None:
         # vLLM knows whole keys only and would refuse the others; preft's gate takes all of them.
         keys[key], key = EVERYTHING, None
@@ -261,6 +262,24 @@ def read_key(path: Path) -> str:
             f"The API key file `{path}` does not hold a key", accepted="one line of visible ASCII characters"
         )
     return key
+
+
+def require_separate(key: str | None, keys: Mapping[str, object], admin_key: str | None) -> None:
+    """Refuses a key that is given for two things: its holder could do the greater of them.
+
+    Raises:
+        UsageError: The clients' key is in the file of keys, or the admin key is one of clients.
+    """
+    if key is not None and keys.get(key, EVERYTHING) != EVERYTHING:
+        raise UsageError(
+            "The API key is in the file of keys too, where it is for some adapters only",
+            hint="give one of them another key",
+        )
+    if admin_key and (admin_key == key or admin_key in keys):
+        raise UsageError(
+            "The key for changes of adapters is a client's key too, so that clients could change adapters",
+            hint="give the admin another key",
+        )
 
 
 def read_keys(path: Path) -> dict[str, list[str] | str]:

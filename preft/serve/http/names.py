@@ -136,7 +136,8 @@ class Redactor:
     """
 
     def __init__(self, folders: Mapping[str, str], root: Path | None = None) -> None:
-        self._folders = dict(folders)
+        # What links led to at first too: an error may name that after they have been changed.
+        self._folders = {name: {folder, str(Path(folder).resolve())} for name, folder in folders.items()}
         self._roots = sorted({f"{root}/", f"{root.resolve()}/"}, key=len, reverse=True) if root is not None else []
 
     def __call__(self, name: str, error: PreftError) -> PreftError:
@@ -151,10 +152,9 @@ class Redactor:
 
     def text(self, name: str, text: str) -> str:
         """A text with the adapter's folder replaced by its name, and the root left out."""
-        folder = self._folders.get(name)
-        if folder is not None:
-            for path in sorted({folder, str(Path(folder).resolve())}, key=len, reverse=True):
-                text = text.replace(path, name)
+        folders = self._folders.get(name, set())
+        for path in sorted(folders | {str(Path(folder).resolve()) for folder in folders}, key=len, reverse=True):
+            text = text.replace(path, name)
         for path in self._roots:
             text = text.replace(path, "")
         return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
 from preft import save_adapter
 from preft.adapters.fingerprint import fingerprint_base
+from preft.adapters.store import load_adapter
 from preft.errors import EngineError, PreftError, RequestError, UnsupportedError, UsageError
 from preft.positions import ALL, PROMPT, Policy
 from preft.serve.backend import guard
@@ -88,6 +90,25 @@ def test_an_unavailable_one_says_why_and_not_where(names: AdapterNames, folders:
         names["gone"]
     assert not isinstance(refused.value, VLLMNotFoundError)
     assert str(Path(folders["gone"]).parent) not in str(refused.value)
+
+
+def test_where_a_link_led_to_is_not_told_after_it_leads_elsewhere(
+    tmp_path: Path, tiny_llama: Path, registry: AdapterRegistry
+) -> None:
+    for version in ("secret-one", "secret-two"):
+        save_adapter(random_adapter(tiny_llama, seed=5, rank=2), tmp_path / version)
+    link = tmp_path / "link"
+    link.symlink_to("secret-one")
+    redact = Redactor({"it": str(link)})
+    entry = registry.register("it", link)
+    link.unlink()
+    link.symlink_to("secret-two")
+    shutil.rmtree(tmp_path / "secret-one")
+    with pytest.raises(PreftError) as caught:
+        load_adapter(entry.reference.folder)
+    assert "secret-one" in str(caught.value)
+    assert str(redact("it", caught.value)).count("secret") == 0
+    assert redact.text("it", f"`{tmp_path}/secret-two/preft.json`") == "`it/preft.json`"
 
 
 def test_no_adapter_is_taken_for_a_kind_of_content(names: AdapterNames) -> None:

@@ -211,3 +211,18 @@ def test_a_key_that_is_given_twice_is_refused_and_not_shown(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="is not valid") as caught:
         launch(tmp_path, keys_file=tmp_path / "keys")
     assert "the-key" not in str(caught.value)
+
+
+def test_one_key_is_not_for_two_things(tmp_path: Path) -> None:
+    (tmp_path / "keys.json").write_text('{"for-alice": ["alice"], "for-all": "*"}')
+    files = {"keys_file": tmp_path / "keys.json"}
+    with pytest.raises(UsageError, match="for some adapters only") as caught:
+        launch(tmp_path, environment={"VLLM_API_KEY": "for-alice"}, **files)
+    assert "for-alice" not in str(caught.value)
+    assert launch(tmp_path, environment={"VLLM_API_KEY": "for-all"}, **files).plan.keys["for-all"] == "*"
+    for variables in ({"PREFT_ADMIN_KEY": "for-alice"}, {"PREFT_ADMIN_KEY": "for-all"}):
+        with pytest.raises(UsageError, match="clients could change adapters"):
+            launch(tmp_path, environment=variables, **files)
+    with pytest.raises(UsageError, match="clients could change adapters"):
+        launch(tmp_path, environment={"VLLM_API_KEY": "one", "PREFT_ADMIN_KEY": "one"})
+    assert launch(tmp_path, environment={"PREFT_ADMIN_KEY": "own"}, **files).plan.admin_key == "own"
