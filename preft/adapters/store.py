@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preft.adapters.adapter import Adapter
+from preft.adapters.adapter import Adapter, expected_shapes
 from preft.adapters.jsonfile import parse_json_object
 from preft.adapters.manifest import MANIFEST_NAME, TENSORS_NAME, Manifest
 from preft.errors import AdapterError, FileError, UsageError
@@ -46,11 +47,11 @@ def load_adapter(folder: Path | str, *, expected_digest: str | None = None, with
     folder = Path(folder)
     descriptor = _open_folder(folder) if within is None else _open_within(folder, within)
     try:
-        manifest_bytes = _read_at(descriptor, MANIFEST_NAME, folder, MAX_MANIFEST_BYTES)
-        tensor_bytes = _read_at(descriptor, TENSORS_NAME, folder, None)
+        manifest = _parse_manifest(_read_at(descriptor, MANIFEST_NAME, folder, MAX_MANIFEST_BYTES), str(folder))
+        tensor_bytes = _read_at(descriptor, TENSORS_NAME, folder, _most_bytes(manifest))
     finally:
         os.close(descriptor)
-    return adapter_from_bytes(manifest_bytes, tensor_bytes, name=str(folder), expected_digest=expected_digest)
+    return _from_parts(manifest, tensor_bytes, str(folder), expected_digest)
 
 
 def adapter_from_bytes(
@@ -67,7 +68,20 @@ def adapter_from_bytes(
     Raises:
         AdapterError: The contents are not a valid adapter, or not the expected one.
     """
-    manifest = Manifest.from_dict(parse_json_object(manifest_bytes, f"{name}/{MANIFEST_NAME}"))
+    return _from_parts(_parse_manifest(manifest_bytes, name), tensor_bytes, name, expected_digest)
+
+
+def _parse_manifest(data: bytes, name: str) -> Manifest:
+    return Manifest.from_dict(parse_json_object(data, f"{name}/{MANIFEST_NAME}"))
+
+
+def _most_bytes(manifest: Manifest) -> int:
+    """Bytes that a file with the manifest's tensors may have: a larger one is not read at all."""
+    numbers = sum(math.prod(shape) for shape in expected_shapes(manifest).values())
+    return numbers * (4 if manifest.dtype == "float32" else 2) + MAX_HEADER_BYTES + 8
+
+
+def _from_parts(manifest: Manifest, tensor_bytes: bytes, name: str, expected_digest: str | None) -> Adapter:
     adapter = Adapter.build(manifest, parse_safetensors(tensor_bytes, f"{name}/{TENSORS_NAME}"))
     for recorded, where in ((manifest.digest, "its manifest records"), (expected_digest, "it was registered with")):
         if recorded is not None and recorded != adapter.digest:
@@ -224,7 +238,7 @@ def _open_within(folder: Path, root: Path) -> int:
     return descriptor
 
 
-def _read_at(descriptor: int, name: str, folder: Path, limit: int | None) -> bytes:
+def _read_at(descriptor: int, name: str, folder: Path, limit: int) -> bytes:
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=descriptor)
     except FileNotFoundError:
@@ -241,9 +255,12 @@ def _read_at(descriptor: int, name: str, folder: Path, limit: int | None) -> byt
         info = os.fstat(stream.fileno())
         if not stat.S_ISREG(info.st_mode):
             raise FileError(f"`{folder / name}` is not a regular file")
-        if limit is not None and info.st_size > limit:
+        if info.st_size > limit:
             raise FileError(f"`{folder / name}` is too large", got=f"{info.st_size} bytes", accepted=f"{limit} at most")
-        return stream.read()
+        try:
+            return stream.read(info.st_size)
+        except MemoryError:
+            raise FileError(f"`{folder / name}` does not fit in memory", got=f"{info.st_size} bytes") from None
 
 
 def _exists_at(descriptor: int, name: str) -> bool:

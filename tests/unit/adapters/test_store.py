@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from preft.adapters import store
 from preft.adapters.adapter import Adapter
 from preft.adapters.manifest import MANIFEST_NAME, TENSORS_NAME
 from preft.adapters.store import adapter_from_bytes, load_adapter, parse_safetensors, save_adapter
@@ -174,6 +175,24 @@ def test_a_peft_folder_is_sent_to_conversion(tmp_path: Path) -> None:
     with pytest.raises(FileError) as caught:
         load_adapter(tmp_path)
     assert "preft convert" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, TENSORS_NAME])
+def test_a_file_too_large_to_be_right_is_not_read(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint under an adapter's name would fill a server's memory before it was refused."""
+    os.truncate(folder / name, 1 << 40)
+    with pytest.raises(FileError, match=f"{name}` is too large"):
+        load_adapter(folder)
+
+
+def test_tensors_beyond_memory_are_an_error_like_others(
+    adapter: Adapter, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest may call for any size."""
+    monkeypatch.setattr(store, "_most_bytes", lambda _manifest: 1 << 62)
+    os.truncate(folder / TENSORS_NAME, 1 << 43)
+    with pytest.raises(FileError, match="does not fit in memory"):
+        load_adapter(folder)
 
 
 def test_a_file_is_not_a_folder(folder: Path) -> None:
