@@ -20,6 +20,7 @@ from preft.errors import EngineError, FileError, UnsupportedError, UsageError
 from preft.positions import ALL, Policy
 
 WARMUP = 0.1
+_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "hidden_dropout", "activation_dropout")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,6 +78,16 @@ def _quantised(kind: str, dtype: torch.dtype | None) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype or torch.bfloat16,
     )
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """Sets every dropout of a model to zero, those of modules and those that attention reads as a number."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in _DROPOUTS:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def completion_logits(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,7 @@ from preft.train.grpo.prompts import PromptSet, load_prompts
 from preft.train.grpo.report import Evaluation, GrpoReport, draw_grpo, grpo_card
 from preft.train.grpo.rollout import OpenEngine, Sampler
 from preft.train.grpo.update import Updater
-from preft.train.model import DTYPES, load_base
+from preft.train.model import DTYPES, load_base, turn_dropout_off
 from preft.train.output import (
     CHECKPOINTS,
     METRICS_NAME,
@@ -275,7 +275,10 @@ def _handle(recipe: GrpoRecipe, folder: Path) -> AttachedModel:
         positions=recipe.policy,
         seed=recipe.seed,
     )
-    model.train()
+    # The policy that learns is the one that was sampled, so nothing of the base is dropped. Only the recomputation of
+    # activations asks for a model in training.
+    turn_dropout_off(model)
+    model.train(recipe.train.gradient_checkpointing)
     if recipe.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()

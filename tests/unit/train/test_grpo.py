@@ -22,8 +22,11 @@ from preft.train.grpo import probe, scoring
 from preft.train.grpo.checkpoint import OPTIMIZER_NAME, load_checkpoint
 from preft.train.grpo.prompts import load_prompts
 from preft.train.grpo.report import GrpoReport
-from preft.train.grpo.run import train_grpo
+from preft.train.grpo.run import _handle, train_grpo
+from preft.train.model import load_base
 from preft.train.trainer import read_metrics
+from tests.helpers.tiny import build_tiny
+from tests.helpers.tokenizer import write_tiny_tokenizer
 
 AGREE = 1e-4
 """|log ratio| between two float32 passes of the tiny models over the same tokens, in nats."""
@@ -348,6 +351,19 @@ def test_an_output_that_is_taken_is_kept(recipe: Callable[..., ResolvedGrpoRecip
     with pytest.raises(UsageError, match="no run wrote"):
         run(recipe(), force=True)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_base_with_dropout_is_the_policy_that_was_sampled(
+    recipe: Callable[..., ResolvedGrpoRecipe], tmp_path: Path, checkpointing: bool
+) -> None:
+    folder = build_tiny(tmp_path / "dropout", attention_dropout=0.5)
+    write_tiny_tokenizer(folder)
+    resolved = recipe(model=str(folder), train__max_steps=1, train__gradient_checkpointing=checkpointing)
+    assert run(resolved).largest_log_ratio < AGREE
+    assert _handle(resolved.recipe, folder).model.training is checkpointing, "else every activation would be kept"
+    plain, tokens = load_base(folder).train(), torch.arange(40, 48)[None]
+    assert not torch.equal(plain(tokens).logits, plain(tokens).logits), "the premise: the base drops in training"
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x05]q\x00K\x01a."])
