@@ -204,6 +204,13 @@ def load_grpo_recipe(path: Path | str, sets: Sequence[str] = ()) -> ResolvedGrpo
 
 def resolve_grpo_recipe(layers: Sequence[Layer]) -> ResolvedGrpoRecipe:
     """Fills a recipe from layers of values; see `load_grpo_recipe`."""
+    if layers and not any("reward" in layer.values for layer in layers):
+        raise UsageError(
+            "The recipe says nothing of rewards",
+            got=layers[0].origin,
+            accepted="a section `reward`",
+            hint="`preft init DIR` writes grpo-math.yaml to start from; examples are learnt by `preft train sft`",
+        )
     recipe, origins = resolve(GrpoRecipe, layers)
     if recipe.positions is not None:
         Policy.parse(recipe.positions)

@@ -167,6 +167,11 @@ def load_sft_recipe(path: Path | str, sets: Sequence[str] = ()) -> ResolvedRecip
 
 def resolve_sft_recipe(layers: Sequence[Layer]) -> ResolvedRecipe:
     """Fills a recipe from layers of values; see `load_sft_recipe`."""
+    of_rewards = next((layer for layer in layers if "reward" in layer.values), None)
+    if of_rewards is not None:
+        raise UsageError(
+            "Training on examples has no rewards", got=f"`reward` ({of_rewards.origin})", hint="use `preft train grpo`"
+        )
     recipe, origins = resolve(SftRecipe, layers)
     if recipe.positions is not None:
         Policy.parse(recipe.positions)

@@ -146,7 +146,10 @@ def run_sweep(
     """
     recipe = resolved.recipe
     if recipe.data.eval is None:
-        raise UsageError("A sweep compares evaluation losses, and the recipe has no `data.eval`")
+        raise UsageError(
+            "A sweep compares evaluation losses, and the recipe has no `data.eval`",
+            hint="name held-out rows in the recipe, or with `--set data.eval=FILE`",
+        )
     if recipe.push_to_hub is not None:
         raise UsageError(
             "A sweep pushes nothing: each of its runs would replace the last one's adapter on the hub",

@@ -152,3 +152,17 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, kind: An
 def test_a_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="preft init"):
         load_sft_recipe(tmp_path / "none.yaml")
+
+
+def test_a_recipe_of_the_other_kind_names_the_command_that_takes_it(tmp_path: Path) -> None:
+    of_examples = _write(tmp_path)
+    with pytest.raises(UsageError, match="nothing of rewards") as refused:
+        load_grpo_recipe(of_examples)
+    assert "`preft train sft`" in str(refused.value)
+    of_rewards = tmp_path / "grpo.yaml"
+    of_rewards.write_text(RECIPES.joinpath("grpo-math.yaml").read_text())
+    with pytest.raises(UsageError, match="has no rewards") as refused:
+        load_sft_recipe(of_rewards)
+    assert "`preft train grpo`" in str(refused.value)
+    assert load_sft_recipe(of_examples).recipe.rank == 4
+    assert load_grpo_recipe(of_rewards).recipe.rank == 8
