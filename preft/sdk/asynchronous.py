@@ -126,22 +126,30 @@ class AsyncEngine:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
-    async def complete(self, prompt: str | Sequence[int], adapter: str | None = None, **settings: Any) -> Completion:
+    async def complete(
+        self, prompt: str | Sequence[int], adapter: str | None = None, *, boundary: int | None = None, **settings: Any
+    ) -> Completion:
         """Completes one text; see `Engine.complete`."""
-        return await self._answer(_row(prompt, adapter), settings)
+        return await self._answer(_row(prompt, adapter, boundary), settings)
 
     async def chat(self, messages: Sequence[Message], adapter: str | None = None, **settings: Any) -> Completion:
         """Answers one conversation; see `Engine.chat`."""
         return await self._answer(PromptRow("0", 1, adapter, messages=tuple(messages)), settings)
 
     async def stream(
-        self, prompt: str | Sequence[int] | Sequence[Message], adapter: str | None = None, **settings: Any
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        adapter: str | None = None,
+        *,
+        boundary: int | None = None,
+        **settings: Any,
     ) -> AsyncIterator[str]:
         """Yields the answer's text as it grows. Leaving the loop early ends the request.
 
         Args:
             prompt: A text, token ids, or a conversation.
             adapter: Name of an adapter, or None for the base model.
+            boundary: As of `Engine.complete`.
             settings: As of `Engine.complete`.
 
         Raises:
@@ -149,7 +157,7 @@ class AsyncEngine:
         """
         sent = 0
         waiter = _Waiter(asyncio.get_running_loop(), asyncio.Queue())
-        async with contextlib.aclosing(self._updates(_row(prompt, adapter), settings, waiter)) as updates:
+        async with contextlib.aclosing(self._updates(_row(prompt, adapter, boundary), settings, waiter)) as updates:
             async for update in updates:
                 # What may still change is held back: half a character at the end.
                 text = update.text if update.result is not None else update.text.rstrip("\ufffd")
@@ -310,12 +318,12 @@ class AsyncEngine:
             waiter.tell(error)
 
 
-def _row(prompt: Any, adapter: str | None) -> PromptRow:
+def _row(prompt: Any, adapter: str | None, boundary: int | None) -> PromptRow:
     if isinstance(prompt, str):
-        return PromptRow("0", 1, adapter, prompt=prompt)
+        return PromptRow("0", 1, adapter, prompt=prompt, boundary=boundary)
     if prompt and isinstance(prompt[0], Mapping):
-        return PromptRow("0", 1, adapter, messages=tuple(prompt))
-    return PromptRow("0", 1, adapter, prompt_token_ids=tuple(prompt))
+        return PromptRow("0", 1, adapter, messages=tuple(prompt), boundary=boundary)
+    return PromptRow("0", 1, adapter, prompt_token_ids=tuple(prompt), boundary=boundary)
 
 
 def _closed() -> EngineError:

@@ -39,6 +39,22 @@ def test_it_answers_as_the_synchronous_one(tiny_llama: Path) -> None:
     assert [one.adapted for one in found] == [one.adapted for one in expected]
 
 
+def test_a_boundary_is_honoured(tiny_llama: Path) -> None:
+    adapter, prompt = random_adapter(tiny_llama, seed=1), list(range(40, 52))
+    settings: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True}
+
+    async def run() -> list[Any]:
+        async with AsyncEngine(tiny_llama, {"a": adapter}, backend="hf") as engine:
+            found = [await engine.complete(prompt, "a", boundary=number, **settings) for number in (0, 4, None)]
+            texts = [piece async for piece in engine.stream(prompt, "a", boundary=0, **settings)]
+            assert "".join(texts) == found[0].text
+            return [*found, await engine.complete(prompt, **settings)]
+
+    none, some, whole, base = asyncio.run(run())
+    assert [one.num_adapted for one in (none, some, whole)] == [0, 4, 12]
+    assert none.result.token_ids == base.result.token_ids != whole.result.token_ids
+
+
 def test_errors_reach_who_asked_and_nobody_else(tiny_llama: Path) -> None:
     async def run() -> None:
         async with AsyncEngine(tiny_llama, backend="hf") as engine:
