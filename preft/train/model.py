@@ -120,6 +120,11 @@ def supervised_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tupl
     """
     logits, targets = completion_logits(model, batch)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        # No token of the batch is adapted, as of prompts of one token under `f1+l1`: the gradient is zero, not absent.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                loss = loss + 0.0 * parameter.sum()
     return loss, int((targets != IGNORED).sum())
 
 

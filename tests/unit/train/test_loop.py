@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from preft.data.examples import Example
 from preft.errors import EngineError, UsageError
+from preft.positions import Policy
 from preft.train.loop import TrainedAdapter, batches, train_loop
 from preft.train.model import evaluate, learning_rate_factor
 from preft.tuners.attach import attach
@@ -30,6 +33,19 @@ def test_the_loss_falls_and_the_adapter_serves_what_was_learnt(tiny_llama: Path,
     facts = trained.adapter.manifest.provenance
     assert (facts["action"], facts["method"], facts["examples"]) == ("train", method, 32)
     assert trained.adapter.manifest.chat_template_sha256 is not None
+
+
+@pytest.mark.parametrize("method", ["lorap", "direftp"])
+def test_a_batch_without_an_adapted_token_moves_nothing(tiny_llama: Path, method: str) -> None:
+    policy = Policy.parse("f1+l1")
+    short, longer = Example((40,), (41, 2)), Example((40, 41, 42), (41, 2))
+    assert (policy.spans(short.boundary), policy.spans(longer.boundary)) == ((), ((0, 1), (2, 3)))
+    settings: dict[str, Any] = {"method": method, "rank": 2, "steps": 2, "learning_rate": 0.1, "batch_size": 1}
+    found = train_loop(tiny_llama, [short], seed=0, positions=policy, **settings)
+    assert found.adapter.moves_nothing()
+    assert found.losses[0] == found.losses[1]
+    mixed = train_loop(tiny_llama, [short, longer], seed=0, positions=policy, **settings)
+    assert not mixed.adapter.moves_nothing()
 
 
 def test_two_runs_are_one(tiny_llama: Path) -> None:
