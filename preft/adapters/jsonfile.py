@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -32,6 +33,13 @@ def _constant(text: str) -> Any:
     raise ValueError(f"`{text}` is not JSON")
 
 
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"`{text[:40]}` is beyond a number's range")
+    return value
+
+
 def parse_json_object(data: bytes, name: str) -> dict[str, Any]:
     """Parses `data` as one JSON object.
 
@@ -47,7 +55,7 @@ def parse_json_object(data: bytes, name: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise AdapterError(f"`{name}` is not UTF-8 text", got=f"byte {error.start}: {error.reason}") from None
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise AdapterError(f"`{name}` is not valid JSON", got=f"{where}: {error.msg}") from None

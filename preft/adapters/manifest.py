@@ -7,6 +7,7 @@ silently adapt every token. Unknown keys are refused; a newer format version is 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -123,7 +124,7 @@ class Manifest:
             )
         except PreftError:
             raise
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise AdapterError(f"`{name}` is not a valid manifest", got=f"{type(error).__name__}: {error}") from None
         _require_consistent(manifest, document, name)
         return manifest
@@ -152,6 +153,14 @@ def _require_keys(document: Mapping[str, Any], keys: set[str], name: str) -> Non
 
 
 def _require_consistent(manifest: Manifest, document: Mapping[str, Any], name: str) -> None:
+    texts = {"base: model": manifest.base.model, "digest": manifest.digest}
+    if manifest.chat_template_sha256 is not None:
+        texts["chat_template_sha256"] = manifest.chat_template_sha256
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            raise AdapterError(f"`{name}` holds a `{key}` that is not text", got=repr(value)[:80])
+    if not isinstance(document["base"]["mismatch_allowed"], bool):
+        raise AdapterError(f"`{name}` holds a `base: mismatch_allowed` that is not true or false")
     if not manifest.sites:
         raise AdapterError(f"`{name}` names no site, so the adapter would do nothing")
     if manifest.dtype not in DTYPES:
@@ -178,6 +187,8 @@ def _site_from_dict(document: Mapping[str, Any], name: str) -> Site:
     scale = document["scale"]
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not isinstance(document["bias"], bool):
         raise AdapterError(f"`{name}`: site `{document['path']}` has a scale or bias of the wrong type")
+    if not math.isfinite(scale):
+        raise AdapterError(f"`{name}`: site `{document['path']}` has a scale that is not finite")
     if not isinstance(document["path"], str) or not document["path"]:
         raise AdapterError(f"`{name}`: a site has no path")
     site = Site(

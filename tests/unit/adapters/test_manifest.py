@@ -98,6 +98,30 @@ def test_values_of_the_wrong_kind_are_refused(path: tuple[Any, ...], value: Any,
         Manifest.from_dict(document)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("sites", 0, "scale"), 10**400),
+        (("sites", 0, "scale"), float("inf")),
+        (("digest",), None),
+        (("digest",), 5),
+        (("chat_template_sha256",), 5),
+        (("base", "model"), ["x"]),
+        (("base", "mismatch_allowed"), 1),
+    ],
+)
+def test_values_that_would_pass_for_others_are_refused(
+    path: tuple[Any, ...], value: Any, document: dict[str, Any]
+) -> None:
+    """A digest of null was none to compare with, and a scale beyond a float's range ended the server's start."""
+    target = document
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(AdapterError):
+        Manifest.from_dict(document)
+
+
 def test_sites_in_disorder_or_twice_are_refused(document: dict[str, Any]) -> None:
     document["sites"].reverse()
     with pytest.raises(AdapterError, match="order"):
@@ -125,7 +149,9 @@ def test_json_errors_have_line_and_column(text: str, where: str) -> None:
     assert where in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["NaN", '{"a": Infinity}', "3", '"x"', "null", "", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["NaN", '{"a": Infinity}', '{"a": 1e999}', '{"a": -1e999}', "3", '"x"', "null", "", "[" * 100_000]
+)
 def test_what_is_not_an_object_is_refused(text: str) -> None:
     with pytest.raises(AdapterError, match=r"preft\.json"):
         parse_json_object(text.encode(), "preft.json")
