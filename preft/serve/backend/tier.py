@@ -145,7 +145,9 @@ class HostTier:
         failed = {}
         for reference in references:
             try:
-                self.held.keep(self._pool.submit(self._load, reference).result())
+                # The engine waits here, so it does not queue behind what others load for one that is in memory.
+                packed = self._ready.get(reference.digest) or self.held.get(reference.digest)
+                self.held.keep(packed or self._pool.submit(self._load, reference).result())
             except Exception as error:
                 failed[reference.digest] = _reason(error)
         return failed

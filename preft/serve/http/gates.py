@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/preft"})
 """Routes that say nothing of models, adapters or clients."""
-WHOLE_KEY_PATHS = frozenset({"/metrics", "/v1/preft/status"})
-"""Routes that tell of every adapter, so that a key for some of them does not open them.
+WHOLE_KEY_PATHS = ("/metrics", "/v1/preft/status", "/start_profile", "/stop_profile", "/fault_tolerance")
+"""Routes that tell of every adapter or act on the whole server, so that a key for some adapters does not open them.
 
 vLLM answers any path that begins with `/metrics`, so what begins with one of these counts as it.
 """
@@ -123,8 +123,10 @@ class KeyMiddleware:
         is_known, allowed = self._find(Headers(scope=scope))
         if not is_known:
             await self._refuse(scope, receive, send)
-        elif allowed is not None and path.startswith(tuple(WHOLE_KEY_PATHS)):
-            await forbidden("This route tells of every adapter, and the key is for some of them")(scope, receive, send)
+        elif allowed is not None and path.startswith(WHOLE_KEY_PATHS):
+            await forbidden("This route concerns the whole server, and the key is for some adapters")(
+                scope, receive, send
+            )
         else:
             note = current_note()
             if note is not None:

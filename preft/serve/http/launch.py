@@ -19,6 +19,8 @@ from preft.serve.settings import EngineSettings, bind_all_cores
 PLUGIN = "preft"
 ADMIN_KEY_VARIABLE = "PREFT_ADMIN_KEY"
 """Holds the key for changes of adapters where no file does; the server's own processes do not get it."""
+STORE_VARIABLE = "VLLM_ENABLE_RESPONSES_API_STORE"
+"""Makes vLLM keep what `/v1/responses` answers; whoever knows, or has chosen, an id may read it."""
 SERVER_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """vLLM's own server. Its program `vllm serve` cannot be used: it asks for a distribution named `vllm`, which the CPU
 build does not have."""
@@ -141,6 +143,8 @@ def plan_launch(
     key = read_key(options.api_key_file) if options.api_key_file else environment.get("VLLM_API_KEY") or None
     environment.pop(ADMIN_KEY_VARIABLE, None)
     require_separate(key, keys, admin_key)
+    if any(names != EVERYTHING for names in keys.values()):
+        require_no_store(environment)
     if keys and key is not None:
         # vLLM knows whole keys only and would refuse the others; preft's gate takes all of them.
         keys[key], key = EVERYTHING, None
@@ -279,6 +283,19 @@ def require_separate(key: str | None, keys: Mapping[str, object], admin_key: str
         raise UsageError(
             "The key for changes of adapters is a client's key too, so that clients could change adapters",
             hint="give the admin another key",
+        )
+
+
+def require_no_store(environment: Mapping[str, str]) -> None:
+    """Refuses vLLM's store of responses beside keys that are for some adapters.
+
+    Raises:
+        UnsupportedError: It is on.
+    """
+    if environment.get(STORE_VARIABLE, "0") not in ("", "0"):
+        raise UnsupportedError(
+            f"`{STORE_VARIABLE}` is set beside keys that are for some adapters: any key could read any stored response",
+            hint=f"unset `{STORE_VARIABLE}`, or give whole keys only",
         )
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_MODEL = 200
+_MAX_TEXT = 200
+"""Characters that the log takes of what a client chose."""
 
 
 @dataclass(eq=False)
@@ -66,10 +67,10 @@ class Note:
         """The line of the access log; `adapter` and `digest` are null for the base model."""
         return {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "request_id": self.request_id,
-            "method": self.method,
-            "path": self.path,
-            "model": self.model[:_MAX_MODEL] if self.model else self.model,
+            "request_id": _short(self.request_id),
+            "method": _short(self.method),
+            "path": _short(self.path),
+            "model": _short(self.model),
             "digest": self.entry.digest if self.entry is not None else None,
             "prompt_tokens": self.prompt_tokens,
             "adapted_tokens": self.adapted_tokens,
@@ -78,6 +79,10 @@ class Note:
             "status": self.status,
             "ms": round(1000 * (time.perf_counter() - self.started), 1),
         }
+
+
+def _short(text: str | None) -> str | None:
+    return text[:_MAX_TEXT] if text else text
 
 
 _current: ContextVar[Note | None] = ContextVar("preft_note", default=None)
@@ -98,7 +103,7 @@ class Notes:
     def __init__(self, log: str | None = None) -> None:
         self._live: set[Note] = set()
         self._log: int | None = None
-        self._log_failed = False
+        self._log_failed = self._is_torn = False
         if log is not None:
             self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
 
@@ -126,8 +131,9 @@ class Notes:
         if self._log is None:
             return
         try:
-            # One write a line: lines of several processes stay whole.
-            os.write(self._log, json.dumps(note.to_dict()).encode() + b"\n")
+            # One write a line: lines of several processes stay whole. A full disk may take half of one.
+            line = b"\n" * self._is_torn + json.dumps(note.to_dict()).encode() + b"\n"
+            self._is_torn = os.write(self._log, line) < len(line)
         except OSError as error:
             if not self._log_failed:
                 logger.warning("The access log cannot be written: %s", error.strerror)

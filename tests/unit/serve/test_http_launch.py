@@ -226,3 +226,15 @@ def test_one_key_is_not_for_two_things(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="clients could change adapters"):
         launch(tmp_path, environment={"VLLM_API_KEY": "one", "PREFT_ADMIN_KEY": "one"})
     assert launch(tmp_path, environment={"PREFT_ADMIN_KEY": "own"}, **files).plan.admin_key == "own"
+
+
+def test_stored_responses_do_not_go_with_keys_for_some_adapters(tmp_path: Path) -> None:
+    some, all_of = tmp_path / "some.json", tmp_path / "all.json"
+    some.write_text('{"for-alice": ["alice"]}')
+    all_of.write_text('{"for-all": "*"}')
+    stored = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    with pytest.raises(UnsupportedError, match="any stored response"):
+        launch(tmp_path, environment=stored, keys_file=some)
+    launch(tmp_path, environment=stored, keys_file=all_of)
+    launch(tmp_path, environment=stored)
+    launch(tmp_path, environment={"VLLM_ENABLE_RESPONSES_API_STORE": "0"}, keys_file=some)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,19 @@ def test_numbers_that_overflow_in_the_engines_type_are_a_reported_failure(
     assert tier_of(tiny_llama, torch.bfloat16).prefetch([large]) == {}
     failed = tier_of(tiny_llama, torch.float16).prefetch([large])
     assert "do not fit the engine's number type" in failed[adapter.digest]
+
+
+def test_keeping_what_is_in_memory_does_not_wait_for_other_loads(tier: HostTier, reference: AdapterReference) -> None:
+    tier.prefetch([reference])
+    settle(tier)
+    others = threading.Event()
+    tier._pool.submit(others.wait, 20)
+    try:
+        with ThreadPoolExecutor(1) as caller:
+            assert caller.submit(tier.hold, [reference]).result(timeout=5) == {}
+            others.set()
+    finally:
+        others.set()
+    shutil.rmtree(reference.folder)
+    tier.obey(LoadOrders(drop=(reference.digest,)))
+    assert tier.get(reference.digest).digest == reference.digest
