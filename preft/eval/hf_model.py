@@ -67,6 +67,7 @@ class PreftHFLM(HFLM):
                 hint="convert it with `preft convert`, and pass `adapter=`",
             )
         self._paths = read_adapters(adapter, adapters)
+        arm = require_arm(arm or (next(iter(self._paths)) if adapter is not None else BASE), self._paths)
         self._engine = HFEngine(
             pretrained, self._paths, dtype=dtype, device=device, allow_base_mismatch=allow_base_mismatch
         )
@@ -79,7 +80,7 @@ class PreftHFLM(HFLM):
         self._rolling_boundary = rolling_boundary
         self._is_rolling = False
         self._boundaries: list[int] | None = None
-        self.use_arm(arm or (next(iter(self._paths)) if adapter is not None else BASE))
+        self.use_arm(arm)
 
     def use_arm(self, arm: str) -> None:
         """Chooses the arm that answers from now on.

@@ -56,7 +56,7 @@ class EvalSpec:
         temperature: Of that sampling, or None for the default.
         allow_code_execution: Run what the model writes, in a sandbox, in packaged tasks that score it so.
         allow_base_mismatch: Accept other weights of the same architecture.
-        engine_options: Further fields of `EngineSettings`.
+        engine_options: On `vllm`: further fields of `EngineSettings`.
     """
 
     model: str
@@ -117,6 +117,12 @@ def evaluate(spec: EvalSpec, *, progress: Progress | None = None) -> Evaluation:
     pairs = _require_pairs(spec.compare or tuple((BASE, name) for name in paths), arms)
     if spec.engine not in ENGINES:
         raise UsageError("`--engine` is not valid", got=f"`{spec.engine}`", accepted=", ".join(ENGINES))
+    if spec.engine == "hf" and spec.engine_options:
+        raise UsageError(
+            "Settings of the vLLM engine say nothing to Transformers",
+            got=", ".join(f"`{name}`" for name in sorted(spec.engine_options)),
+            accepted="none with the engine `hf`",
+        )
     if spec.limit is not None and not spec.limit > 0:
         raise UsageError("`--limit` is not valid", got=f"{spec.limit:g}", accepted="more than 0")
     _require_sampling(spec)

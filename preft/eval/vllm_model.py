@@ -103,6 +103,7 @@ class PreftVLLM(TemplateLM):
         if device is not None:
             raise UsageError("preft-vllm takes no device", got=f"`{device}`", hint="set CUDA_VISIBLE_DEVICES")
         self._paths = read_adapters(adapter, adapters)
+        self.use_arm(arm or (next(iter(self._paths)) if adapter is not None else BASE))
         self._together = tuple(require_arm(name, self._paths) for name in together)
         folder = locate_model(str(pretrained))
         self.tokenizer: Any = load_tokenizer(folder)
@@ -123,7 +124,6 @@ class PreftVLLM(TemplateLM):
         self._progress = progress
         self._waiting: dict[tuple[str, str, int], GenerationResult] = {}
         self._origins: Sequence[Any] = ()
-        self.use_arm(arm or (next(iter(self._paths)) if adapter is not None else BASE))
 
     def use_arm(self, arm: str) -> None:
         """Chooses the arm that answers from now on.

@@ -139,7 +139,7 @@ def evaluate(
         temperature=temperature,
         allow_code_execution=allow_code_execution,
         allow_base_mismatch=allow_base_mismatch,
-        engine_options={} if verbose else {"vllm": {"use_tqdm_on_load": False}},
+        engine_options={} if verbose or engine == "hf" else {"vllm": {"use_tqdm_on_load": False}},
     )
     found = _run(spec, session, out, log_samples=log_samples, force=force)
     if found.failures:

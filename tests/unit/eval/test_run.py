@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from preft.eval import suites
 from preft.eval.files import RESULTS, dump, require_free, save_evaluation
 from preft.eval.run import EvalSpec, Evaluation, evaluate
 from preft.eval.tasks import find_tasks, load_tasks
+from preft.eval.vllm_model import PreftVLLM
 from tests.unit.eval.conftest import ARMS
 
 TASKS = ("tiny_choice", "tiny_write", "tiny_roll")
@@ -282,8 +284,22 @@ def test_wrong_names_are_refused_before_anything_is_loaded(
             evaluate(EvalSpec(str(tiny_llama), adapters, TASKS, compare=(pair,), include_path=tasks))
     with pytest.raises(UsageError, match="`--limit`"):
         evaluate(EvalSpec(str(tiny_llama), adapters, TASKS, limit=0, include_path=tasks))
+    options = {"gpu_memory_utilization": 0.5}
+    with pytest.raises(UsageError, match="say nothing to Transformers"):
+        evaluate(EvalSpec("none", adapters, TASKS, engine="hf", engine_options=options, include_path=tasks))
     with pytest.raises(UsageError, match="`--engine`"):
         evaluate(EvalSpec(str(tiny_llama), adapters, TASKS, engine="other", include_path=tasks))
+
+
+def test_an_arm_that_is_not_there_starts_no_engine(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("preft.eval.vllm_model.RankedEngine", start)
+    with pytest.raises(UsageError, match="no such arm"):
+        PreftVLLM(tiny_llama, arm="absent")
+    with pytest.raises(AssertionError, match="was started"):
+        PreftVLLM(tiny_llama)
 
 
 def test_an_unknown_task_names_near_ones(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
