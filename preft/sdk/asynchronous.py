@@ -107,6 +107,9 @@ class AsyncEngine:
         self._failure: BaseException | None = None
 
     async def __aenter__(self) -> AsyncEngine:
+        if self._thread is not None and self._thread.is_alive():
+            raise EngineError("The engine is running already", hint="`async with` starts it, once at a time")
+        self._calls, self._failure, self._is_over = queue.SimpleQueue(), None, False
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, args=(loop, started), name="preft-engine", daemon=True)

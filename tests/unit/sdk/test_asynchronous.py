@@ -204,6 +204,20 @@ def test_nobody_waits_for_an_engine_that_was_closed() -> None:
     asyncio.run(run())
 
 
+def test_it_starts_again_but_not_twice() -> None:
+    async def run() -> None:
+        engine, backend = _faked()
+        backend.finishes = True
+        for _ in range(2):
+            async with engine:
+                assert (await engine.complete([1, 2])).prompt_token_ids == (1, 2)  # type: ignore[attr-defined]
+                with pytest.raises(EngineError, match="running already"):
+                    await engine.__aenter__()
+            await engine.__aexit__(None, None, None)
+
+    asyncio.run(run())
+
+
 def test_a_loop_that_was_closed_takes_nobody_else_down() -> None:
     engine, backend = _faked()
     gate, entered = threading.Event(), threading.Event()
