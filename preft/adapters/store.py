@@ -246,7 +246,9 @@ def _read_at(descriptor: int, name: str, folder: Path, limit: int) -> bytes:
         raise FileError(
             f"`{folder}` is not a preft adapter: it has no `{name}`",
             got="a PEFT adapter" if peft else None,
-            hint=f"convert it first: `preft convert {folder} DST`" if peft else "name the folder `preft convert` wrote",
+            hint=f"convert it first: `preft convert {folder} DST`"
+            if peft
+            else "name the folder that `preft convert` or `preft train` wrote",
         ) from None
     except OSError as error:
         reason = "a symbolic link" if error.errno == 40 else error.strerror

@@ -24,7 +24,7 @@ _Arms = Annotated[
     str,
     typer.Option(
         "--arms",
-        help="Of base, base-compiled, base-preft, stock-lora, lora, lorap, direftp, and `-compiled` ones of ours.",
+        help="Of base, base-compiled, base-preft, stock-lora, lora, lorap, direftp, and preft's arms with `-compiled`.",
     ),
 ]
 _Adapters = Annotated[str, typer.Option("--adapters", metavar="N[,N]", help="Distinct adapters.")]

@@ -43,7 +43,7 @@ def check(
     rows: Annotated[
         Path | None,
         typer.Option(
-            "--eval", metavar="FILE", help="Compare with the base on these rows, as for `preft train`: JSON lines."
+            "--eval", metavar="FILE", help="Compare with the base on these rows, as for `preft train sft`: JSON lines."
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Rows at most. Default: all.")] = None,
