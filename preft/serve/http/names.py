@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -138,6 +139,8 @@ class Redactor:
     def __init__(self, folders: Mapping[str, str], root: Path | None = None) -> None:
         # What links led to at first too: an error may name that after they have been changed.
         self._folders = {name: {folder, str(Path(folder).resolve())} for name, folder in folders.items()}
+        apart = (path for paths in self._folders.values() for path in paths if root is None or not _below(path, root))
+        self._all_folders = sorted(set(apart), key=len, reverse=True)
         self._roots = sorted({f"{root}/", f"{root.resolve()}/"}, key=len, reverse=True) if root is not None else []
 
     def __call__(self, name: str, error: PreftError) -> PreftError:
@@ -151,13 +154,23 @@ class Redactor:
         )
 
     def text(self, name: str, text: str) -> str:
-        """A text with the adapter's folder replaced by its name, and the root left out."""
+        """A text with the adapter's folder replaced by its name, and the root left out.
+
+        Two names may mean one adapter in two folders, and the reason of a failure may be about the other's. So every
+        folder is taken for the one of this name; without a name, what lies below the root is left as it is.
+        """
         folders = self._folders.get(name, set())
         for path in sorted(folders | {str(Path(folder).resolve()) for folder in folders}, key=len, reverse=True):
             text = text.replace(path, name)
+        for path in self._all_folders:
+            text = text.replace(path, name or "the adapter's folder")
         for path in self._roots:
-            text = text.replace(path, "")
+            text = re.sub(re.escape(path) + r"[^/`\s]+", lambda _: name, text) if name else text.replace(path, "")
         return text
+
+
+def _below(path: str, root: Path) -> bool:
+    return any(Path(path).is_relative_to(one) for one in (root, root.resolve()))
 
 
 def describe(entry: Registered | Unavailable, redact: Redactor) -> dict[str, Any]:

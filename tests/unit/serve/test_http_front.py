@@ -111,6 +111,16 @@ def test_where_a_link_led_to_is_not_told_after_it_leads_elsewhere(
     assert redact.text("it", f"`{tmp_path}/secret-two/preft.json`") == "`it/preft.json`"
 
 
+def test_the_folder_of_another_name_is_not_told_either(tmp_path: Path) -> None:
+    """The workers know adapters by digest, and remember one reason for all names of it."""
+    folders = {"bob": str(tmp_path / "root" / "bob"), "carol": str(tmp_path / "elsewhere" / "secret")}
+    redact = Redactor(folders, tmp_path / "root")
+    for path in (*folders.values(), str(tmp_path / "root" / "alice-v2")):
+        assert redact.text("alice", f"`{path}/preft.json` cannot be opened") == "`alice/preft.json` cannot be opened"
+    assert redact.text("", f"`{tmp_path}/root/v2/preft.json` is not JSON") == "`v2/preft.json` is not JSON"
+    assert redact.text("carol", f"`{folders['carol']}` cannot be opened") == "`carol` cannot be opened"
+
+
 def test_no_adapter_is_taken_for_a_kind_of_content(names: AdapterNames) -> None:
     """vLLM applies a listed adapter named `text` to base requests with text parts; nothing is listed."""
     from vllm.entrypoints.serve.engine.serving import BaseServing
