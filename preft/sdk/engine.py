@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -151,8 +151,18 @@ class Engine:
 
         Returns:
             One answer for one text, several for several. A failed one says why in `result.error`.
+
+        Raises:
+            UsageError: The prompts are something else.
         """
         many: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if any(not isinstance(prompt, Iterable) for prompt in many):
+            raise UsageError(
+                "The prompts are not valid",
+                got=repr(prompts)[:60],
+                accepted="a text, or a list of texts or of lists of token ids",
+                hint="the token ids of one prompt are `[ids]`",
+            )
         rows = [
             PromptRow(str(index), index + 1, adapter, prompt=prompt, boundary=boundary)
             if isinstance(prompt, str)

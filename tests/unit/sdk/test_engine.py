@@ -140,6 +140,8 @@ def test_tables(engine: Engine) -> None:
 
 
 def test_bad_calls_are_refused(engine: Engine, tiny_llama: Path) -> None:
+    with pytest.raises(UsageError, match="prompts are not valid"):
+        engine.complete([40, 41, 42])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="There is no such setting"):
         engine.complete("one", max_token=4)
     with pytest.raises(UnknownAdapterError):
