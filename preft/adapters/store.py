@@ -172,6 +172,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         os.chmod(partial, 0o777 & ~umask)
         for file in partial.iterdir():
             os.chmod(file, 0o666 & ~umask)
+            _flush(file)
         _swap_in(partial, folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -180,6 +181,15 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         if type(error).__name__ == "SafetensorError":
             raise _cannot_write(folder, error) from None
         raise
+
+
+def _flush(file: Path) -> None:
+    """Sees a file onto the disk: a network file system tells only now that it is full, and a rename may overtake it."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _swap_in(partial: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -210,6 +211,24 @@ def test_saving_over_something_needs_force(adapter: Adapter, folder: Path, tmp_p
     with pytest.raises(UsageError, match="not a folder"):
         save_adapter(adapter, tmp_path / "link", force=True)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["adapter", "empty", "link"]
+
+
+def test_a_disk_that_tells_late_that_it_is_full_leaves_what_was_there(
+    adapter: Adapter, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, flushed = (folder / TENSORS_NAME).stat().st_ino, []
+
+    def full(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if flushed[-1].endswith(TENSORS_NAME):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FileError, match="No space left"):
+        save_adapter(adapter, folder, force=True)
+    assert flushed
+    assert (folder / TENSORS_NAME).stat().st_ino == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_zero_updates_move_nothing(adapter: Adapter) -> None:
