@@ -400,7 +400,8 @@ def test_the_log_has_a_line_for_each_request(server: Server, adapters: dict[str,
         until(logged)
         return found[-1]
 
-    server.complete("bob", PROMPT)
+    line_of("bob")
+    line_of("nobody")
     for stream in (False, True):
         line = line_of("bob", stream=stream, n=2, temperature=1.0)
         assert line["digest"] == adapters["bob"].digest
