@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from preft.eval.stats import mcnemar_exact, proportion_interval
+from preft.pictures import COLOURS, finish_axes, save_png
 from preft.train.curves import running_mean
-from preft.train.pictures import COLOURS, finish_axes, save_png
 from preft.train.trainer import read_metrics
 
 NUM_EVAL = 80

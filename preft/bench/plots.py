@@ -10,6 +10,7 @@ from typing import Any
 
 from preft.bench.facts import plain_arm
 from preft.errors import FileError, UnsupportedError
+from preft.pictures import svg_element
 
 LOOKS = {
     "base": ("#6b7280", "--"),
@@ -99,13 +100,7 @@ def inline_figure(draw: Draw, salt: str = "preft") -> str:
     buffer = io.StringIO()
     with _drawn(draw, ink=INK, salt=salt) as figure:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    # Neither a document type nor a metadata block: both only name addresses that nobody needs.
-    text = text[text.index("<svg") :]
-    start, end = text.find("<metadata>"), text.find("</metadata>")
-    if start >= 0:
-        text = text[:start] + text[end + len("</metadata>") :]
-    return text.replace(INK, "currentColor")
+    return svg_element(buffer.getvalue()).replace(INK, "currentColor")
 
 
 def _measured(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

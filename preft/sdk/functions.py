@@ -49,8 +49,7 @@ def train_sft(
     """
     from preft.train.sft import train_sft as run
 
-    layers = [] if recipe is None else recipe_layers(recipe, ())
-    resolved = resolve_sft_recipe([*layers, Layer("argument", keys)])
+    resolved = resolve_sft_recipe(_layers(recipe, keys))
     report = run(resolved, resume=resume, force=force, progress=default_progress(progress))
     return TrainingRun(report.folder, report.adapter, report.to_dict())
 
@@ -78,8 +77,7 @@ def train_grpo(
     from preft.config.grpo import resolve_grpo_recipe
     from preft.train.grpo.run import train_grpo as run
 
-    layers = [] if recipe is None else recipe_layers(recipe, ())
-    resolved = resolve_grpo_recipe([*layers, Layer("argument", keys)])
+    resolved = resolve_grpo_recipe(_layers(recipe, keys))
     report = run(
         resolved,
         lambda folder: rollout_engine(resolved.recipe, folder),
@@ -218,6 +216,10 @@ def make_plan(
     load = _spec(Workload, given)
     roof = Roofline(read_shape(model), machine, load, Assumptions(0.90, 0.75, launch_us=launch_us, host_link=50e9))
     return PlanReport(Plan(roof, slots, price_per_gpu_hour))
+
+
+def _layers(recipe: Path | str | None, keys: Mapping[str, Any]) -> list[Layer]:
+    return [*([] if recipe is None else recipe_layers(recipe, ())), Layer("argument", keys)]
 
 
 def _spec(kind: type[Spec], values: Mapping[str, Any]) -> Spec:

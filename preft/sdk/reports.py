@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from preft.adapters.adapter import Adapter
+from preft.pictures import svg_element
 from preft.sdk import html
 
 
@@ -26,16 +27,16 @@ class Drawing:
         return html.page("".join(self.svgs))
 
 
-class Report:
+class Report(ABC):
     """What every report can do. A subclass says its rows and its pictures."""
 
+    @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary a row of its table."""
-        raise NotImplementedError
 
+    @abstractmethod
     def svgs(self) -> Sequence[str]:
         """Its pictures."""
-        raise NotImplementedError
 
     def columns(self) -> Sequence[str]:
         """Names of the columns that a notebook shows; the data frame has all."""
@@ -81,7 +82,10 @@ class TrainingRun(Report):
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary a logged step, as in `metrics.jsonl`."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        from preft.train.output import METRICS_NAME
+        from preft.train.trainer import read_metrics
+
+        return read_metrics(self.folder / METRICS_NAME)
 
     def svgs(self) -> Sequence[str]:
         """A curve for each metric."""
@@ -120,7 +124,7 @@ class EvaluationReport(Report):
 
         with tempfile.TemporaryDirectory() as folder:
             paths = save_effects(self.evaluation.comparisons, Path(folder))
-            return [_element(path.read_text()) for path in paths if path.suffix == ".svg"]
+            return [svg_element(path.read_text()) for path in paths if path.suffix == ".svg"]
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,9 @@ class BenchReport(Report):
 
     def svgs(self) -> Sequence[str]:
         """Throughput of each arm."""
-        from preft.bench.plots import inline_svg
+        from preft.bench.plots import inline_svgs
 
-        picture = inline_svg(self.entries)
-        return [] if picture is None else [picture]
+        return inline_svgs(self.entries)
 
 
 @dataclass(frozen=True)
@@ -197,12 +200,7 @@ class PlanReport(Report):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.svg"
             save_plot(self.plan, path)
-            return [_element(path.read_text())]
-
-
-def _element(document: str) -> str:
-    """The `svg` element of a file, without the lines that name a document type."""
-    return document[document.index("<svg") :]
+            return [svg_element(path.read_text())]
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -65,12 +66,12 @@ class Completion:
         return html.page(html.completion(self))
 
 
-class _Rows:
+class _Rows(ABC):
     """What lists of results share."""
 
+    @abstractmethod
     def to_dicts(self) -> list[dict[str, Any]]:
         """One dictionary a row."""
-        raise NotImplementedError
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame with one row each.

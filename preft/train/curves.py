@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preft.train.pictures import COLOURS, PANEL_SIZE, Picture, finish_axes, inline_svg, save_png
+from preft.pictures import COLOURS, PANEL_SIZE, Picture, finish_axes, inline_svg, save_png
 
 CURVES_NAME = "curves.png"
 _DENSE = 40

@@ -13,15 +13,44 @@ import torch
 from torch import nn
 
 from preft.adapters.baseconfig import read_base_config
-from preft.config.train import QUANTISATIONS
+from preft.adapters.fingerprint import fingerprint_base
+from preft.config.grpo import GrpoRecipe
+from preft.config.train import QUANTISATIONS, SftRecipe
 from preft.data.collate import IGNORED, collate
 from preft.data.examples import Example
 from preft.errors import EngineError, FileError, UnsupportedError, UsageError
 from preft.positions import ALL, Policy
+from preft.tuners.attach import AttachedModel
+from preft.tuners.trainable import new_adapter
 
 WARMUP = 0.1
 _DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "hidden_dropout", "activation_dropout")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def adapter_of_recipe(model: Any, folder: Path, recipe: SftRecipe | GrpoRecipe) -> AttachedModel:
+    """Puts the new adapter that a recipe asks for on its base model.
+
+    Args:
+        model: From `load_base`; it gets the adapter.
+        folder: The base model's checkpoint.
+        recipe: What is asked for.
+
+    Raises:
+        PreftError: The model has no such places; see `new_adapter`.
+    """
+    return new_adapter(
+        model,
+        fingerprint_base(folder, model=recipe.model),
+        recipe.method,
+        recipe.rank,
+        targets=recipe.targets,
+        layers=recipe.layers,
+        alpha=recipe.alpha,
+        orthogonal=recipe.orthogonal,
+        positions=recipe.policy,
+        seed=recipe.seed,
+    )
 
 
 def load_base(folder: Path | str, *, dtype: str = "float32", quantisation: str | None = None) -> Any:

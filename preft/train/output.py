@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,17 @@ def prepare(output: Path, *, fresh: bool, own: Collection[str] = ()) -> None:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Writes a file of JSON, whole or not at all."""
+    _write_whole(path, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a file of JSON lines, whole or not at all."""
+    _write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from preft.errors import FileError
-from preft.train.pictures import Picture
+from preft.pictures import Picture
 
 PAGE_NAME = "index.html"
 

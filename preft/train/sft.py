@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 
 from preft.adapters.adapter import Adapter
 from preft.adapters.baseconfig import read_base_config
-from preft.adapters.fingerprint import fingerprint_base
 from preft.config.progress import Progress, stage
 from preft.config.schema import flat
 from preft.config.train import ResolvedRecipe, SftRecipe
@@ -26,7 +24,7 @@ from preft.models.locate import locate_model
 from preft.provenance import provenance
 from preft.train.card import training_card
 from preft.train.curves import inline_curves, save_curves
-from preft.train.model import DTYPES, ExampleScore, load_base, score_examples, token_loss
+from preft.train.model import DTYPES, ExampleScore, adapter_of_recipe, load_base, score_examples, token_loss
 from preft.train.output import (
     CHECKPOINTS,
     METRICS_NAME,
@@ -36,13 +34,14 @@ from preft.train.output import (
     prepare,
     require_output,
     write_json,
+    write_rows,
 )
 from preft.train.page import save_page
 from preft.train.processes import Processes
 from preft.train.push import push_adapter
 from preft.train.trainer import AdapterTrainer, MetricsWriter, read_metrics
 from preft.tuners.attach import AttachedModel
-from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
+from preft.tuners.trainable import extract_adapter, method_policy, trainable_parameters
 
 _FREE = (
     "output", "train.eval_every", "train.save_every", "train.keep_checkpoints", "train.report_to", "data.eval",
@@ -141,7 +140,7 @@ def train_sft(
         EngineError: The loss is not finite; the message names the step and the examples.
     """
     recipe = resolved.recipe
-    policy = method_policy(recipe.method, recipe.policy)
+    method_policy(recipe.method, recipe.policy)  # refuses a contradiction before any work
     output = Path(recipe.output)
     processes = Processes()
     _require_reporters(recipe.train.report_to)
@@ -152,18 +151,7 @@ def train_sft(
         data = _read_data(recipe, folder)
     with stage(progress, "Loading the base model"):
         model = load_base(folder, dtype=recipe.train.base_dtype, quantisation=recipe.train.quantisation)
-        handle = new_adapter(
-            model,
-            fingerprint_base(folder, model=recipe.model),
-            recipe.method,
-            recipe.rank,
-            targets=recipe.targets,
-            layers=recipe.layers,
-            alpha=recipe.alpha,
-            orthogonal=recipe.orthogonal,
-            positions=policy,
-            seed=recipe.seed,
-        )
+        handle = adapter_of_recipe(model, folder, recipe)
     # Nobody writes before everybody has looked, and nobody goes on before the folder is ready.
     processes.wait()
     if processes.is_main:
@@ -380,7 +368,7 @@ def _write_scores(path: Path, arms: Mapping[str, Sequence[ExampleScore]]) -> Non
         found = {"base": base, "adapter": own}
         row = {"id": own.id, "tokens": own.tokens}
         rows.append({**row, **{name: {"loss": arm.loss, "exact": arm.is_exact} for name, arm in found.items()}})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(path, rows)
 
 
 def _require_reporters(names: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from preft.data.hub import parse_dataset_name
 from preft.errors import FileError, UsageError
 from preft.models.locate import locate_model
 from preft.train.model import ExampleScore
-from preft.train.output import SCORES_NAME
+from preft.train.output import SCORES_NAME, write_rows
 from preft.train.sft import train_sft
 from preft.tuners.trainable import method_policy, planned_sites
 
@@ -306,7 +306,7 @@ def _open_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> dict[t
             )
         rows = read_sweep(output) if (output / ROWS_NAME).is_file() else []
         # A half-written last line would be joined to the next row.
-        _rewrite(output / ROWS_NAME, rows)
+        write_rows(output / ROWS_NAME, rows)
         return {(row["method"], row["rank"], row["seed"]): row for row in rows}
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -314,9 +314,3 @@ def _open_folder(output: Path, setup: dict[str, Any], *, resume: bool) -> dict[t
     except OSError as error:
         raise FileError(f"`{output}` cannot be written", got=error.strerror) from None
     return {}
-
-
-def _rewrite(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(partial, path)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from preft.errors import FileError
+from preft.pictures import COLOURS, Picture, finish_axes, inline_svg, save_png
 from preft.train.page import save_page
-from preft.train.pictures import COLOURS, Picture, finish_axes, inline_svg, save_png
 
 PLOT_NAME = "sweep.png"
 SUMMARY_NAME = "summary.json"

@@ -13,10 +13,9 @@ from preft_cli.commands.train_grpo import EPILOG as GRPO_EPILOG
 from preft_cli.commands.train_grpo import grpo
 from preft_cli.console import Session
 from preft_cli.options import Force, Json, Quiet, Verbose, command_app, examples
+from preft_cli.training import RecipeFile, Resume, Sets, note_data, note_settings
 
 if TYPE_CHECKING:
-    from preft.config.train import ResolvedRecipe
-    from preft.data.training import DataReport
     from preft.train.sft import SftReport
 
 app = command_app()
@@ -38,12 +37,9 @@ def train() -> None:
     ),
 )
 def sft(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; `preft init DIR` writes some.")],
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as `train.max_steps=50`; repeatable."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in the output.")] = False,
+    recipe: RecipeFile,
+    sets: Sets = None,
+    resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -62,7 +58,7 @@ def sft(
     from preft.config.train import load_sft_recipe
 
     resolved = load_sft_recipe(recipe, sets or ())
-    _note_settings(session, resolved)
+    note_settings(session, resolved)
     from preft.train.sft import train_sft
 
     with session.diverted():
@@ -70,7 +66,7 @@ def sft(
     if not speaks:
         return
     for data in made.data:
-        _note_data(session, data)
+        note_data(session, data, "examples")
     if as_json:
         session.emit(made.to_dict())
     else:
@@ -93,10 +89,7 @@ def sweep(
     recipe: Annotated[
         Path, typer.Argument(metavar="RECIPE", help="YAML file with `data.eval`; `output` is the sweep's.")
     ],
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as `train.max_steps=50`; repeatable."),
-    ] = None,
+    sets: Sets = None,
     methods: Annotated[
         str, typer.Option("--methods", metavar="M,...", help="Compared; the first is what others are held against.")
     ] = "lora,lorap,direftp",
@@ -192,23 +185,6 @@ def _rate(text: str) -> tuple[str, float]:
         return method.strip(), float(value)
     except ValueError:
         raise UsageError("`--rate` is not valid", got=f"`{text}`", accepted="such as `direftp=4e-3`") from None
-
-
-def _note_settings(session: Session, resolved: ResolvedRecipe) -> None:
-    for row in resolved.table():
-        value = row["value"]
-        text = value if isinstance(value, str) else json.dumps(list(value) if isinstance(value, tuple) else value)
-        session.note(f"{row['key']}: {text}  ({row['origin']})")
-
-
-def _note_data(session: Session, data: DataReport) -> None:
-    session.note(f"{data.path}: {data.examples} examples of {data.rows} rows, {data.tokens} tokens")
-    if data.prompts_cut:
-        session.note(f"note: {data.prompts_cut} prompts lost their first tokens to `data.max_tokens`")
-    if data.completions_cut:
-        session.note(f"note: {data.completions_cut} completions were cut to `data.max_tokens`, without an end")
-    for reason, found in data.refused.items():
-        session.warn(f"{data.path}: {found.count} rows left out: {reason} ({'; '.join(found.first)})")
 
 
 def _show(session: Session, made: SftReport) -> None:

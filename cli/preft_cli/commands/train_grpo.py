@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from preft_cli.console import Session
 from preft_cli.options import Force, Json, Quiet, Verbose, examples
+from preft_cli.training import RecipeFile, Resume, Sets, note_data, note_settings
 
 if TYPE_CHECKING:
     from preft.config.grpo import GrpoRecipe
@@ -25,12 +23,9 @@ EPILOG = examples(
 
 
 def grpo(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; `preft init DIR` writes some.")],
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as `train.max_steps=50`; repeatable."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in the output.")] = False,
+    recipe: RecipeFile,
+    sets: Sets = None,
+    resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -47,8 +42,7 @@ def grpo(
     from preft.config.grpo import load_grpo_recipe
 
     resolved = load_grpo_recipe(recipe, sets or ())
-    for row in resolved.table():
-        session.note(f"{row['key']}: {_text(row['value'])}  ({row['origin']})")
+    note_settings(session, resolved)
     from preft.train.grpo.run import train_grpo
 
     with session.diverted():
@@ -61,9 +55,7 @@ def grpo(
             progress=session.progress(),
         )
     for data in made.data:
-        session.note(f"{data.path}: {data.examples} prompts of {data.rows} rows, {data.tokens} tokens")
-        for reason, found in data.refused.items():
-            session.warn(f"{data.path}: {found.count} rows left out: {reason} ({'; '.join(found.first)})")
+        note_data(session, data, "prompts")
     for remark in made.remarks:
         session.warn(remark)
     if as_json:
@@ -82,10 +74,6 @@ def _open_engine(recipe: GrpoRecipe, folder: Path, *, loud: bool) -> RolloutEngi
         require_vllm()
     engine: RolloutEngine = rollout_engine(recipe, folder, **({} if loud else {"use_tqdm_on_load": False}))
     return engine
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def _show(session: Session, made: GrpoReport) -> None:

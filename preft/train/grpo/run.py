@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,7 +11,6 @@ from typing import Any
 
 import torch
 
-from preft.adapters.fingerprint import fingerprint_base
 from preft.config.grpo import GrpoRecipe, ResolvedGrpoRecipe
 from preft.config.progress import Progress, stage
 from preft.config.schema import flat
@@ -32,7 +29,7 @@ from preft.train.grpo.prompts import PromptSet, load_prompts
 from preft.train.grpo.report import Evaluation, GrpoReport, draw_grpo, grpo_card
 from preft.train.grpo.rollout import OpenEngine, Sampler
 from preft.train.grpo.update import Updater
-from preft.train.model import DTYPES, load_base, turn_dropout_off
+from preft.train.model import DTYPES, adapter_of_recipe, load_base, turn_dropout_off
 from preft.train.output import (
     CHECKPOINTS,
     METRICS_NAME,
@@ -42,10 +39,11 @@ from preft.train.output import (
     prepare,
     require_output,
     write_json,
+    write_rows,
 )
 from preft.train.trainer import read_metrics
 from preft.tuners.attach import AttachedModel
-from preft.tuners.trainable import extract_adapter, method_policy, new_adapter, trainable_parameters
+from preft.tuners.trainable import extract_adapter, method_policy, trainable_parameters
 
 SAMPLES_NAME = "samples.jsonl"
 _OWN = (SAMPLES_NAME,)
@@ -263,18 +261,7 @@ def _read_data(recipe: GrpoRecipe, folder: Path) -> _Data:
 def _handle(recipe: GrpoRecipe, folder: Path) -> AttachedModel:
     model = load_base(folder, dtype=recipe.train.base_dtype)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    handle = new_adapter(
-        model,
-        fingerprint_base(folder, model=recipe.model),
-        recipe.method,
-        recipe.rank,
-        targets=recipe.targets,
-        layers=recipe.layers,
-        alpha=recipe.alpha,
-        orthogonal=recipe.orthogonal,
-        positions=recipe.policy,
-        seed=recipe.seed,
-    )
+    handle = adapter_of_recipe(model, folder, recipe)
     # The policy that learns is the one that was sampled, so nothing of the base is dropped. Only the recomputation of
     # activations asks for a model in training.
     turn_dropout_off(model)
@@ -292,12 +279,7 @@ def _sampler(recipe: GrpoRecipe, engine: Any) -> Sampler:
 
 def _write_evaluation(path: Path, prompts: PromptSet, evaluation: Evaluation) -> None:
     rows = zip(prompts.prompts, evaluation.base, evaluation.adapter, strict=True)
-    text = "".join(
-        json.dumps({"line": prompt.line, "base": base, "adapter": adapter}) + "\n" for prompt, base, adapter in rows
-    )
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_rows(path, ({"line": prompt.line, "base": base, "adapter": adapter} for prompt, base, adapter in rows))
 
 
 def _mean(values: Sequence[float]) -> float:

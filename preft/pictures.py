@@ -79,15 +79,20 @@ def inline_svg(draw: Draw, title: str, size: tuple[float, float] = PANEL_SIZE) -
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
 
     _with_figure(draw, save, size, ink=_INK, salt=hashlib.sha256(title.encode()).hexdigest())
-    text = buffer.getvalue()
-    # Neither a document type nor a metadata block: both only name addresses that nobody needs.
-    text = text[text.index("<svg") :]
-    start, end = text.find("<metadata>"), text.find("</metadata>")
-    if start >= 0:
-        text = text[:start] + text[end + len("</metadata>") :]
+    text = svg_element(buffer.getvalue())
     label = title.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
     svg = text.replace(_INK, "currentColor").replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     return Picture(title, svg)
+
+
+def svg_element(document: str) -> str:
+    """The element of an SVG file for a page.
+
+    Neither document type nor metadata block go with it: both only name addresses that nobody needs.
+    """
+    text = document[document.index("<svg") :]
+    start, end = text.find("<metadata>"), text.find("</metadata>")
+    return text if start < 0 else text[:start] + text[end + len("</metadata>") :]
 
 
 def finish_axes(axes: Any) -> None:
