@@ -33,7 +33,8 @@ def calibration_text(document: Mapping[str, Any], within: float) -> str:
         "",
         f"Fitted at {at['adapters']} adapters of rank {at['lora_rank']}: {achieved['bandwidth'] / 1e9:.1f} GB/s, "
         f"{achieved['flops'] / 1e9:.0f} GFLOP/s, {achieved['step_overhead_s'] * 1e3:.1f} ms a step beside them, "
-        f"{achieved['launch_us']:.1f} us a kernel, adapters {achieved['adapter_factor']:.2f} times perfect ones.",
+        f"{achieved['launch_us']:.1f} us a kernel, adapters {achieved['adapter_factor']:.2f} and attention "
+        f"{achieved['attention_factor']:.2f} times perfect ones.",
         f"Largest error of a point that was not fitted: {verdict}.",
         "",
         "| arm | adapters | LoRA rank | measured tokens/s | predicted | error | fitted |",

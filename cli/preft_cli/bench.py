@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preft.bench.compare import Comparison
-from preft.bench.facts import available_memory, read_facts, room_for_adapters
 from preft.bench.page import LATENCY_COLUMNS, SPEED_COLUMNS, shown_columns
-from preft.bench.plots import require_matplotlib
-from preft.bench.report import write_report
-from preft.bench.runner import COMPLETE, INTERRUPTED, run_bench
-from preft.bench.spec import BenchSpec, require_fitting, require_writable
-from preft.errors import EngineError, UsageError
-from preft.models.locate import locate_model
+from preft.bench.runner import COMPLETE, INTERRUPTED
+from preft.bench.spec import BenchSpec
+from preft.bench.throughput import measure_throughput
+from preft.errors import UsageError
 from preft_cli.console import Session
-from preft_cli.engines import vllm_is_installed
 from preft_cli.errors import FAILED, OK
 from preft_cli.errors import INTERRUPTED as INTERRUPTED_STATUS
 from preft_cli.render import table
@@ -84,19 +80,9 @@ def run_throughput(spec: BenchSpec, session: Session, **parts: Any) -> int:
     Raises:
         PreftError: Something is refused before any engine starts.
     """
-    require_writable(spec.out)
-    require_writable(spec.generated, flag="--adapter-dir")
-    require_matplotlib()
-    if not vllm_is_installed():
-        raise EngineError("vLLM is not installed", hint="`make setup` on CPU, `make gpu` on NVIDIA")
     progress = session.progress()
-    folder = locate_model(spec.model, progress=progress)
     with session.diverted():
-        facts = read_facts(folder, spec.dtype, spec.targets)
-        room = room_for_adapters(spec.generated)
-        require_fitting(spec, facts, memory_bytes=available_memory(), disk_bytes=room)
-        outcome = run_bench(spec, folder, facts, progress=progress, **parts)
-        report = write_report(outcome.rows, outcome.status, outcome.setup, spec.out)
+        outcome, report = measure_throughput(spec, adapter_dir="--adapter-dir", progress=progress, **parts)
     _report(session, outcome, report.entries, report.notes)
     session.note(f"rows, plots and {report.page}")
     if outcome.status == INTERRUPTED:

@@ -11,15 +11,14 @@ from preft.bench.latency.report import ADAPTER_COLUMNS, COLUMNS, save_report
 from preft.bench.latency.results import remarks, summarise
 from preft.bench.latency.runner import run_latency
 from preft.bench.latency.spec import LatencySpec
-from preft.bench.plots import require_matplotlib
 from preft.bench.runner import COMPLETE, INTERRUPTED
-from preft.bench.spec import require_fitting, require_writable
-from preft.errors import EngineError, UsageError
+from preft.bench.spec import require_fitting
+from preft.bench.throughput import require_runnable
+from preft.errors import UsageError
 from preft.models.locate import locate_model
 from preft.serve.http.launch import read_key
 from preft_cli.bench import column_table
 from preft_cli.console import Session
-from preft_cli.engines import vllm_is_installed
 from preft_cli.errors import FAILED, OK
 from preft_cli.errors import INTERRUPTED as INTERRUPTED_STATUS
 
@@ -54,12 +53,8 @@ def run_latency_bench(spec: LatencySpec, session: Session, *, api_key_file: Path
         PreftError: Something is refused before any load is sent, or the server does not work.
     """
     bench = spec.bench
-    require_writable(bench.out)
-    require_writable(bench.generated, flag="--adapter-dir")
-    require_matplotlib()
+    require_runnable(bench, adapter_dir="--adapter-dir")
     api_key = read_key(api_key_file) if api_key_file is not None else None
-    if not vllm_is_installed():
-        raise EngineError("vLLM is not installed", hint="`make setup` on CPU, `make gpu` on NVIDIA")
     progress = session.progress()
     folder = locate_model(bench.model, progress=progress)
     with session.diverted():

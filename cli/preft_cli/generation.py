@@ -71,10 +71,10 @@ def run_job(job: Job, session: Session) -> bool:
         num_logprobs=0 if job.logprobs else None,
     )
     progress = session.progress()
+    given = list(read_rows(STANDARD_INPUT if job.prompts == "-" else Path(job.prompts)))
     folder = locate_model(job.model, progress=progress)
-    source = STANDARD_INPUT if job.prompts == "-" else Path(job.prompts)
     with session.diverted(), stage(progress, "Loading the tokenizer and the prompts"):
-        rows = list(encode_rows(read_rows(source), load_tokenizer(folder), defaults))
+        rows = list(encode_rows(given, load_tokenizer(folder), defaults))
     requests = [row for row in rows if isinstance(row, GenerationRequest)]
     answers = _answers(job, folder, adapters, requests, session) if requests else {}
     results = [row.to_result() if isinstance(row, RowError) else answers[row.id] for row in rows]
@@ -117,8 +117,6 @@ def _answers(
 
 def _open(job: Job, folder: Path, adapters: Mapping[str, Path], *, loud: bool) -> OpenEngine:
     if job.engine == "hf":
-        if job.compiled:
-            raise UsageError("`--compile` is for the vLLM engine", got="`--engine hf`", hint="leave one of them out")
         from preft.serve.hf_engine import HFEngine
 
         return HFEngine(

@@ -86,6 +86,7 @@ def run_calibration(session: Session, model: str, result: Path, at: str | None) 
         ("each step, beside them", f"{achieved['step_overhead_s'] * 1e3:.3g} ms"),
         ("each adapter kernel", f"{achieved['launch_us']:.3g} us"),
         ("adapter kernels over perfect ones", f"{achieved['adapter_factor']:.3g}"),
+        ("attention over a perfect kernel", f"{achieved['attention_factor']:.3g}"),
         ("largest error of a point not fitted", "-" if error is None else f"{error:.1%}"),
     ]
     headers = ("arm", "adapters", "LoRA rank", "measured tokens/s", "predicted", "error", "fitted")

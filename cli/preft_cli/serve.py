@@ -52,8 +52,14 @@ def run_server(job: Job, session: Session) -> None:
         raise UsageError("`--dtype` is not valid", got=f"`{job.settings.dtype}`", accepted=", ".join(DTYPES))
     require_passable(job.options.passthrough)
     adapters = collect_adapters(job.root, job.named)
-    folder = locate_model(job.model, progress=session.progress())
-    launch = plan_launch(job.model, folder, adapters, job.settings, job.options, job.environment)
+    launch = plan_launch(
+        job.model,
+        lambda: locate_model(job.model, progress=session.progress()),
+        adapters,
+        job.settings,
+        job.options,
+        job.environment,
+    )
 
     def show_log(line: str, is_serving: bool) -> None:
         if session.verbose or is_serving:

@@ -47,14 +47,14 @@ class Run:
 
 def build_runs(segments: Iterable[Segment]) -> tuple[Run, ...]:
     """Chains segments, given in row order, into runs."""
-    runs: list[Run] = []
+    chains: list[list[Segment]] = []
     for segment in segments:
-        last = runs[-1] if runs else None
-        if last is not None and last.stop == segment.start and last.length == segment.length:
-            runs[-1] = Run(last.start, last.length, (*last.slots, segment.slot))
+        last = chains[-1][-1] if chains else None
+        if last is not None and last.start + last.length == segment.start and last.length == segment.length:
+            chains[-1].append(segment)
         else:
-            runs.append(Run(segment.start, segment.length, (segment.slot,)))
-    return tuple(runs)
+            chains.append([segment])
+    return tuple(Run(chain[0].start, chain[0].length, tuple(segment.slot for segment in chain)) for chain in chains)
 
 
 def clip_runs(runs: Sequence[Run], start: int, stop: int) -> tuple[Run, ...]:

@@ -59,7 +59,7 @@ class StackCache:
     It holds no adapter alive, and an adapter that was replaced is another object, so a stack is never out of date.
 
     Args:
-        max_bytes: Of all stacks; beyond, they are built anew each time.
+        max_bytes: Of all stacks; beyond, none is kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -68,8 +68,8 @@ class StackCache:
         self.num_built = 0
         self._entries: dict[tuple[int, int], _Entry] = {}
 
-    def get(self, key: tuple[int, int], sites: Sequence[PackedSite]) -> Stack:
-        """The stack of `sites`, in their order.
+    def get(self, key: tuple[int, int], sites: Sequence[PackedSite]) -> Stack | None:
+        """The stack of `sites`, in their order, or None if there is no room to keep it.
 
         Args:
             key: Of the module, and of the place in its rows; a new stack replaces the one before.
@@ -82,9 +82,10 @@ class StackCache:
             ):
                 return entry.stack
             self.held_bytes -= self._entries.pop(key).stack.num_bytes
+        if self.held_bytes + sum(site.num_bytes for site in sites) > self.max_bytes:
+            return None
         stack = Stack.build(sites)
         self.num_built += 1
-        if self.held_bytes + stack.num_bytes <= self.max_bytes:
-            self._entries[key] = _Entry(tuple(weakref.ref(site) for site in sites), stack)
-            self.held_bytes += stack.num_bytes
+        self._entries[key] = _Entry(tuple(weakref.ref(site) for site in sites), stack)
+        self.held_bytes += stack.num_bytes
         return stack

@@ -1,8 +1,9 @@
 """Fitting the roofline to a measured point, and how well it then predicts the others.
 
-Five numbers are fitted: achieved bandwidth and arithmetic, seconds that each step costs beside them, microseconds a
-launch of an adapter kernel, and how much longer than a perfect kernel adapters take. They are fitted to the prompt
-time and the whole time of every arm at one point of a sweep; the other points are predictions.
+Six numbers are fitted: achieved bandwidth and arithmetic, seconds that each step costs beside them, microseconds a
+launch of an adapter kernel, and how much longer than perfect kernels adapters and attention take. They are fitted to
+the prompt time and the whole time of every arm at one point of a sweep; the other points are predictions. One point
+cannot tell all six apart, so what it says little about stays near what such a machine is like.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 
 from preft.errors import FileError, UsageError
 from preft.plan.gpus import Gpu, Machine
-from preft.plan.roofline import Roofline
+from preft.plan.roofline import Roofline, Step
 from preft.plan.shapes import ModelShape
 from preft.plan.workload import ARMS, Assumptions, Workload
 
 CLOSE = 0.15
 """Relative error of throughput below which a prediction counts as close."""
-_START = (3e10, 1e12, 1e-3, 10.0, 2.0)
+_STARTS = {"cpu": (2e10, 5e11, 1e-3, 100.0, 2.0, 2.0), "cuda": (2e12, 5e14, 1e-3, 10.0, 2.0, 2.0)}
+"""What a machine is like before it is measured. On a CPU a launch is several operators of the framework in a row, tens
+of microseconds each."""
 _ROUNDS = 400
 _RESTRAINT = 1e-3
 """Variance of a measured time (3 % of noise) over that of a number before it is measured (a factor of e)."""
@@ -39,6 +42,7 @@ class Fitted:
         step_overhead_s: Seconds a step beside them.
         launch_us: Microseconds a launch of an adapter kernel.
         adapter_factor: Time of adapter kernels over that of perfect ones.
+        attention_factor: The same of attention.
     """
 
     bandwidth: float
@@ -46,6 +50,7 @@ class Fitted:
     step_overhead_s: float
     launch_us: float
     adapter_factor: float
+    attention_factor: float
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Measured:
         seconds: First request to last token.
         output_tokens_per_s: Throughput.
         shared: Whether it was measured at another point with the same requests.
+        device: `cpu` or `cuda`.
     """
 
     arm: str
@@ -71,6 +77,7 @@ class Measured:
     seconds: float
     output_tokens_per_s: float
     shared: bool = False
+    device: str = "cpu"
 
     @property
     def point(self) -> tuple[int, int]:
@@ -122,8 +129,8 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
     prefill, seconds, speed = (
         statistics.median(row[key] for row in rows) for key in ("prefill_s", "seconds", "output_tokens_per_s")
     )
-    shared = bool(first.get("shared"))
-    return Measured(first["arm"], first["adapters"], first["lora_rank"], load, prefill, seconds, speed, shared)
+    shared, device = bool(first.get("shared")), engine.get("device", "cpu")
+    return Measured(first["arm"], first["adapters"], first["lora_rank"], load, prefill, seconds, speed, shared, device)
 
 
 def predict(shape: ModelShape, fitted: Fitted, measured: Measured) -> tuple[float, float]:
@@ -136,16 +143,22 @@ def predict(shape: ModelShape, fitted: Fitted, measured: Measured) -> tuple[floa
     load, arm = measured.load, measured.arm
     roof = Roofline(shape, Machine(gpu, 1), load, assumed)
     prefill, steps = roof.prefill_step(arm, load.requests)
-    prefill_s = (prefill.base_s + fitted.adapter_factor * prefill.adapter_s) * steps
+    prefill_s = _seconds(fitted, prefill) * steps
     decode_steps = load.output_len - 1
     if not decode_steps:
         return prefill_s, prefill_s
     decode = roof.decode_step(arm, load.requests, load.input_len + (load.output_len + 1) / 2)
-    return prefill_s, prefill_s + (decode.base_s + fitted.adapter_factor * decode.adapter_s) * decode_steps
+    return prefill_s, prefill_s + _seconds(fitted, decode) * decode_steps
+
+
+def _seconds(fitted: Fitted, step: Step) -> float:
+    attention_s = (fitted.attention_factor - 1) * step.attention_s
+    return step.base_s + attention_s + fitted.adapter_factor * step.adapter_s
 
 
 def fit(shape: ModelShape, measured: Sequence[Measured]) -> Fitted:
     """The numbers that come closest to the measured times, by relative error."""
+    starts = [math.log(value) for value in _STARTS["cpu" if measured[0].device == "cpu" else "cuda"]]
 
     def loss(logs: Sequence[float]) -> float:
         fitted = Fitted(*(math.exp(value) for value in logs))
@@ -154,10 +167,10 @@ def fit(shape: ModelShape, measured: Sequence[Measured]) -> Fitted:
             prefill, seconds = predict(shape, fitted, item)
             errors += math.log(prefill / item.prefill_s) ** 2 + math.log(seconds / item.seconds) ** 2
         # What the data say little about stays near the start, instead of following noise wherever it leads.
-        strayed = sum((value - math.log(start)) ** 2 for value, start in zip(logs, _START, strict=True))
+        strayed = sum((value - start) ** 2 for value, start in zip(logs, starts, strict=True))
         return errors + _RESTRAINT * strayed
 
-    return Fitted(*(math.exp(value) for value in _descend(loss, [math.log(value) for value in _START])))
+    return Fitted(*(math.exp(value) for value in _descend(loss, starts)))
 
 
 def _descend(loss: Callable[[Sequence[float]], float], start: list[float]) -> list[float]:

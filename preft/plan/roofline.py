@@ -31,6 +31,7 @@ class Step:
         flops: Of the base model, attention included.
         adapter_flops: Of the adapters.
         base_s: Time of the base model.
+        attention_s: Of it, that of attention.
         adapter_s: Time that adapters add.
         bound: What limits the base model: `memory` or `compute`.
     """
@@ -42,6 +43,7 @@ class Step:
     flops: float
     adapter_flops: float
     base_s: float
+    attention_s: float
     adapter_s: float
     bound: str
 
@@ -197,6 +199,7 @@ class Roofline:
             flops=matrix_flops + attention_flops,
             adapter_flops=flops,
             base_s=matrices_s + attention_s + self.assumptions.step_overhead_s,
+            attention_s=attention_s,
             adapter_s=adapter_s + launches * self.assumptions.launch_us * 1e-6,
             bound="memory" if weight_bytes / self.bandwidth >= matrix_flops / self.compute else "compute",
         )

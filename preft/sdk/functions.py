@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from preft.config.schema import Layer
 from preft.config.train import recipe_layers, resolve_sft_recipe
 from preft.errors import UsageError
-from preft.models.locate import locate_model
 from preft.sdk.progress import default_progress
 from preft.sdk.reports import BenchReport, EvaluationReport, PlanReport, TrainingRun
 
@@ -155,22 +154,12 @@ def run_bench(model: str, out: Path | str, **settings: Any) -> BenchReport:
     Raises:
         PreftError: Something is refused before any engine starts.
     """
-    from preft.bench.facts import available_memory, read_facts, room_for_adapters
-    from preft.bench.plots import require_matplotlib
-    from preft.bench.report import write_report
-    from preft.bench.runner import run_bench as run
-    from preft.bench.spec import BenchSpec, require_fitting, require_writable
+    from preft.bench.spec import BenchSpec
+    from preft.bench.throughput import measure_throughput
 
     progress = default_progress(settings.pop("progress", None))
     spec = _spec(BenchSpec, {"model": model, "out": Path(out), **settings})
-    require_writable(spec.out)
-    require_writable(spec.generated, flag="adapter_dir")
-    require_matplotlib()
-    folder = locate_model(spec.model, progress=progress)
-    facts = read_facts(folder, spec.dtype, spec.targets)
-    require_fitting(spec, facts, memory_bytes=available_memory(), disk_bytes=room_for_adapters(spec.generated))
-    outcome = run(spec, folder, facts, progress=progress)
-    report = write_report(outcome.rows, outcome.status, outcome.setup, spec.out)
+    outcome, report = measure_throughput(spec, progress=progress)
     return BenchReport(report.entries, list(report.notes), list(outcome.rows), report.page, outcome.status)
 
 

@@ -144,7 +144,8 @@ class Engine:
         before = self.registry.get(name)
         if isinstance(before, Registered) and not before.in_memory and before.digest in self._digests_in_use():
             # Its folder may hold the new one by now. One that is neither in memory nor on disk fails its requests.
-            self.call_workers("preft_hold", [before.reference.encode()])
+            self.call_workers("preft_hold", before.reference.encode())
+            self.call_workers("preft_pushed", before.digest, True)
         self.registry.install(entry)
         self._let_go()
         return entry

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 from preft.adapters.adapter import Adapter
 from preft.adapters.store import adapter_to_bytes
 from preft.serve.backend.push import HeldAdapters
+from preft.serve.backend.reference import AdapterReference
 from preft.serve.backend.sites import PackedAdapter
 from preft.serve.http.operations import Upload
 
@@ -35,12 +36,18 @@ class FakeEngine:
             raise error
         return PackedAdapter(adapter.digest, (), adapter.num_bytes)
 
+    @staticmethod
+    def _hold(rank: HeldAdapters, reference: AdapterReference) -> None:
+        load: Future[PackedAdapter] = Future()
+        load.set_result(PackedAdapter(reference.digest, (), 0))
+        rank.expect(reference.digest, lambda: load)
+
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         calls = {
             "preft_push": lambda rank: rank.push(*args),
             "preft_pushed": lambda rank: rank.pushed(args[0], wait=args[1]),
             "preft_release": lambda rank: rank.release(*args),
-            "preft_hold": lambda _rank: {},
+            "preft_hold": lambda rank: self._hold(rank, AdapterReference.decode(args[0])),
             "preft_failure": lambda _rank: "gone",
         }
         return [calls[method](rank) for rank in self.ranks]

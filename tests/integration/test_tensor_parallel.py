@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from preft.adapters.adapter import Adapter
+from preft.adapters.store import load_adapter
 from preft.data.requests import GenerationRequest, GenerationResult
 from preft.serve.engine import Engine
 from tests.helpers.churn import KINDS, churn_adapters
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.engine
 
 RANKS = 2
 WAIT_S = 300
+PUSHED = ("first", "second")
+"""Adapters that one name means in turn, sent to both ranks' memory; neither is below the folder of any engine."""
 VICTIMS = ("absent-on-0", "absent-on-1", "late-on-0", "late-on-1")
 
 
@@ -47,7 +50,18 @@ def victim_batch(victim: str) -> list[GenerationRequest]:
     return [request_of(f"{name}", prompt_of(5, 60), name, tokens=12) for name in (None, victim, "lorap")]
 
 
-def run_on_two_ranks(model: Path, paths: dict[str, Path], victims: dict[str, Path]) -> dict[str, Any]:
+def pushed_batch(name: str) -> list[GenerationRequest]:
+    """Requests under an adapter that was pushed, one of them longer than a chunk, beside base and one from disk."""
+    prompts = (prompt_of(31, 40), prompt_of(32, CHUNK + 9), prompt_of(33, 25), prompt_of(34, 30))
+    names = (name, name, None, "lorap")
+    return [
+        request_of(f"p{i}", prompt, of, tokens=12) for i, (prompt, of) in enumerate(zip(prompts, names, strict=True))
+    ]
+
+
+def run_on_two_ranks(
+    model: Path, paths: dict[str, Path], victims: dict[str, Path], pushed: dict[str, Path]
+) -> dict[str, Any]:
     """Everything that is asked of an engine of two ranks; plain answers."""
     # Lets a test break one rank; see `break_rank`.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -65,6 +79,9 @@ def run_on_two_ranks(model: Path, paths: dict[str, Path], victims: dict[str, Pat
             found[name] = engine.generate(victim_batch(name))
         mend_ranks(engine)
         found["mended"] = [engine.generate(victim_batch(name)) for name in victims]
+        for name, folder in pushed.items():
+            engine.push("policy", load_adapter(folder))
+            found[name] = engine.generate(pushed_batch("policy"))
         found["status"] = engine.status()
     return found
 
@@ -112,21 +129,29 @@ def victims(tiny_llama: Path) -> dict[str, Adapter]:
 
 
 @pytest.fixture(scope="module")
+def pushed(tiny_llama: Path) -> dict[str, Adapter]:
+    return {name: random_adapter(tiny_llama, seed=80 + i, blocks=(0, 1)) for i, name in enumerate(PUSHED)}
+
+
+@pytest.fixture(scope="module")
 def found(
     tiny_llama: Path,
     adapters: dict[str, Adapter],
     victims: dict[str, Adapter],
+    pushed: dict[str, Adapter],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("adapters")
-    arguments = [save_all(folder, made) for made in (adapters, victims)]
+    arguments = [save_all(folder, made) for made in (adapters, victims, pushed)]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         yield pool.submit(run_on_two_ranks, tiny_llama, *arguments).result(timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")
-def oracle(tiny_llama: Path, adapters: dict[str, Adapter], victims: dict[str, Adapter]) -> Oracle:
-    return Oracle(tiny_llama, {**adapters, **victims})
+def oracle(
+    tiny_llama: Path, adapters: dict[str, Adapter], victims: dict[str, Adapter], pushed: dict[str, Adapter]
+) -> Oracle:
+    return Oracle(tiny_llama, {**adapters, **victims, **pushed})
 
 
 @pytest.mark.parametrize("run", ["cold", "warm", "preempted"])
@@ -165,3 +190,16 @@ def test_what_one_rank_cannot_load_fails_alone(found: dict[str, Any], oracle: Or
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_once_both_ranks_can_load_it_it_is_served(found: dict[str, Any], oracle: Oracle, victim: str) -> None:
     oracle.require_equal(victim_batch(victim), found["mended"][VICTIMS.index(victim)])
+
+
+@pytest.mark.parametrize("name", PUSHED)
+def test_what_is_pushed_is_served_on_both_ranks(found: dict[str, Any], oracle: Oracle, name: str) -> None:
+    batch = pushed_batch(name)
+    oracle.require_adapters_matter(batch)
+    oracle.require_equal(batch, found[name])
+
+
+def test_of_two_pushes_under_one_name_the_later_is_served(found: dict[str, Any]) -> None:
+    first, second = ([result.token_ids for result in found[name][:2]] for name in PUSHED)
+    assert first != second
+    assert [status["held_adapters"] for status in found["status"]] == [1, 1]

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from preft.errors import UsageError
 from preft_cli.console import Session
-from preft_cli.options import Json, Quiet, Verbose, command_app, examples
+from preft_cli.options import Json, Quiet, Verbose, command_app, examples, require_unread
 
 app = command_app()
 
@@ -172,6 +173,20 @@ _Models = Annotated[str, typer.Option("--models", metavar="NAME[,NAME]", help="N
 _ApiKey = Annotated[
     Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with the key to present to that server.")
 ]
+_OF_OUR_SERVER = (
+    "arms",
+    "adapters",
+    "slots",
+    "rank",
+    "direft_rank",
+    "max_num_seqs",
+    "dtype",
+    "kv_cache_gib",
+    "compiled",
+    "tp",
+    "adapter_dir",
+)
+"""What only a server that is started here reads."""
 _Compiled = Annotated[bool, typer.Option("--compile", help="Start the server with its model compiled.")]
 
 
@@ -185,6 +200,7 @@ _Compiled = Annotated[bool, typer.Option("--compile", help="Start the server wit
     ),
 )
 def latency(
+    context: typer.Context,
     model: _Model,
     out: _Out,
     arms: _LatencyArms = "base,lora,lorap,direftp",
@@ -222,6 +238,12 @@ def latency(
     rows.jsonl, latency.png, latency.svg and index.html. Exit status 1 if requests failed.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
+    if url is not None:
+        require_unread(context, "`--url`", _OF_OUR_SERVER)
+    elif api_key_file is not None:
+        raise UsageError("`--api-key-file` is for a server that runs already", accepted="`--url URL`")
+    if trace is not None:
+        require_unread(context, "`--trace`", ("seconds", "burstiness", "input_len", "output_len"))
     from preft.bench.latency.spec import LatencySpec, read_trace
     from preft.bench.spec import BenchSpec
     from preft_cli.bench import names, rank_lists

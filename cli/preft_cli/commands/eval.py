@@ -18,6 +18,7 @@ from preft_cli.options import (
     Verbose,
     command_app,
     examples,
+    require_unread,
 )
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ AllowCodeExecution = Annotated[
     ),
 )
 def evaluate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")],
     tasks: Tasks,
     adapter: NamedAdapters = None,
@@ -119,6 +121,7 @@ def evaluate(
 
     if log_samples and out is None:
         raise UsageError("`--log-samples` needs a folder to write to", accepted="`--out DIR`")
+    require_unread(context, f"`--engine {engine}`", {"hf": ("slots",), "vllm": ("batch_size",)}.get(engine, ()))
     spec = EvalSpec(
         model=model,
         adapters=named_adapters(adapter or ()),

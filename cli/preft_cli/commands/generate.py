@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from preft_cli.console import Session
-from preft_cli.options import AllowBaseMismatch, Json, NamedAdapters, Quiet, Verbose, command_app, examples
+from preft_cli.options import (
+    AllowBaseMismatch,
+    Json,
+    NamedAdapters,
+    Quiet,
+    Verbose,
+    command_app,
+    examples,
+    require_unread,
+)
 
 app = command_app()
 
@@ -21,6 +30,7 @@ app = command_app()
     ),
 )
 def generate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")],
     prompts: Annotated[
         str,
@@ -55,6 +65,8 @@ def generate(
     Answers come in the order of the rows. A bad row fails alone, and then the exit status is 1.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
+    if engine == "hf":
+        require_unread(context, "`--engine hf`", ("slots", "compiled"))
     from preft_cli.generation import Job, run_job
 
     job = Job(

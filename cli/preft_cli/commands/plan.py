@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from preft.errors import UsageError
 from preft_cli.console import Session
-from preft_cli.options import Json, Quiet, command_app, examples
+from preft_cli.options import Json, Quiet, command_app, examples, require_alone
 
 app = command_app()
 
@@ -53,6 +54,7 @@ _CalibrateAt = Annotated[
     ),
 )
 def plan(
+    context: typer.Context,
     model: Annotated[str, typer.Option("--model", help="Known name, folder or `config.json`, or hub id.")],
     gpu: _Gpu = None,
     adapters: Annotated[int, typer.Option("--adapters", help="Distinct adapters in use.")] = 64,
@@ -89,8 +91,11 @@ def plan(
     from preft_cli.plan import run_calibration, run_plan
 
     if calibrate is not None:
+        require_alone(context, "`--calibrate`", ("model", "calibrate", "calibrate_at", "as_json", "quiet"))
         run_calibration(session, model, calibrate, calibrate_at)
         return
+    if calibrate_at is not None:
+        raise UsageError("`--calibrate-at` needs a result", hint="name it with `--calibrate RESULT`")
     load = Workload(
         adapters=adapters,
         rank=rank,

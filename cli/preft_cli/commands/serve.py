@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from preft_cli.console import Session
-from preft_cli.options import AllowBaseMismatch, NamedAdapters, Quiet, Verbose, command_app, examples
+from preft_cli.options import AllowBaseMismatch, NamedAdapters, Quiet, Verbose, command_app, examples, require_unread
 from preft_cli.serve_options import (
     AccessLog,
     AdapterCacheGib,
@@ -46,6 +46,7 @@ app = command_app()
     ),
 )
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, embedded name or hub id of the base model.")],
     vllm_options: Annotated[
         list[str] | None, typer.Argument(metavar="-- VLLM_OPTIONS", help="Options of vLLM's server.")
@@ -87,6 +88,8 @@ def serve(
     # The session quietens vLLM more than a server should be.
     user_level = os.environ.get("VLLM_LOGGING_LEVEL")
     session = Session(quiet=quiet, verbose=verbose)
+    if not adapter_metrics:
+        require_unread(context, "A server without `--adapter-metrics`", ("adapter_metrics_limit",))
     from preft.serve.http.launch import ServeOptions
     from preft.serve.settings import EngineSettings
     from preft_cli.serve import Job, run_server

@@ -60,7 +60,7 @@ def served(spec: LatencySpec, model: Path, facts: ModelFacts, progress: Progress
         compiled=spec.compiled,
         vllm={"tensor_parallel_size": bench.tp} if bench.tp > 1 else {},
     )
-    launch = plan_launch(bench.model, model, paths, settings, ServeOptions(port=0, names=(BASE_NAME,)))
+    launch = plan_launch(bench.model, lambda: model, paths, settings, ServeOptions(port=0, names=(BASE_NAME,)))
     log = bench.out / "logs" / "server.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as lines, contextlib.ExitStack() as stack:

@@ -139,12 +139,11 @@ def _under(runner: PreftCPUModelRunner, dtype: torch.dtype, kind: str | None = N
     if kind is not None:
         sites = [site if _kind(info) == kind else None for info, site in zip(infos, adapter.sites, strict=True)]
         adapter = replace(adapter, sites=tuple(sites))
-    state.rows = StepRows((Run(0, _TOKENS // 2, (_CANARY,)),), (), (_CANARY,), _TOKENS // 2)
-    state.active = {_CANARY: adapter}
+    state.begin(StepRows((Run(0, _TOKENS // 2, (_CANARY,)),), (), (_CANARY,), _TOKENS // 2), {_CANARY: adapter})
     try:
         return _forward(runner)
     finally:
-        state.rows, state.active = NO_ROWS, {}
+        state.begin(NO_ROWS, {})
 
 
 def _kinds(runner: PreftCPUModelRunner) -> list[str]:

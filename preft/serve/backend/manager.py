@@ -20,7 +20,14 @@ from preft.serve.backend.decoder_layers import Residual, residual_of, unknown_la
 from preft.serve.backend.lora_support import declare_lora, has_linear_sites, linear_refusal, unserved_modules
 from preft.serve.backend.options import BackendOptions
 from preft.serve.backend.packing import ModuleInfo
-from preft.serve.backend.sites import BlockSite, LinearSite, LogitsSite, StepState, install_block_site
+from preft.serve.backend.sites import (
+    BlockSite,
+    LinearSite,
+    LogitsSite,
+    StepState,
+    install_block_site,
+    skip_without_rows,
+)
 from preft.types import SiteKind
 from preft_kernels.stacks import StackCache
 
@@ -90,6 +97,8 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         if len(parts) > 1:
             widths = _full_slices(module, widths)
         module.set_mapping(self._linear_site(self.state, index))
+        if not self._preft_options.compiled:
+            skip_without_rows(module, self.state)
         return ModuleInfo(index, name, SiteKind.LINEAR, parts, _full_input(module), widths, module)
 
     def _wire_head(self, index: int, name: str) -> ModuleInfo:

@@ -46,14 +46,18 @@ class HeldAdapters:
             name = f"pushed adapter {digest[:12]}"
             return self._pack(adapter_from_bytes(manifest, tensors, name=name, expected_digest=digest))
 
+        self.expect(digest, lambda: self._pool.submit(take))
+
+    def expect(self, digest: str, start: Callable[[], Future[PackedAdapter]]) -> None:
+        """Holds what a load will bring, unless it is held already; `pushed` tells the outcome."""
         if digest not in self._held:
-            self._pushes[digest] = self._pool.submit(take)
+            self._pushes[digest] = start()
 
     def pushed(self, digest: str, *, wait: bool) -> dict[str, Any] | None:
-        """The outcome of a push, for the front end: plain data.
+        """The outcome of a push or a hold, for the front end: plain data.
 
         Args:
-            digest: What was pushed.
+            digest: What was pushed or is to be held.
             wait: Wait for it.
 
         Returns:

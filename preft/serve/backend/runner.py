@@ -126,13 +126,12 @@ class PreftCPUModelRunner(CPUModelRunner):
 
     def preft_set_rows(self, rows: StepRows) -> None:
         """Makes `rows` the adapted rows of the next forward pass and brings in their adapters."""
-        state = self.preft_state
-        state.rows = rows
         if rows is NO_ROWS:
-            state.active = {}
+            self.preft_state.begin(rows, {})
             return
         digests = {stamp.adapter_id: stamp.digest for stamp in self.preft_stamps.values()}
-        state.active = {slot: self.preft_tier.get(digests[slot]) for slot in rows.adapter_ids}
+        active = {slot: self.preft_tier.get(digests[slot]) for slot in rows.adapter_ids}
+        self.preft_state.begin(rows, active)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """Samples, without the generators of requests whose prompt is not computed to its end.

@@ -136,21 +136,22 @@ class HostTier:
             raise EngineError(f"Adapter {digest[:12]} is needed by a step but is not loaded on this worker")
         return packed
 
-    def hold(self, references: Sequence[AdapterReference]) -> dict[str, str]:
-        """Keeps adapters as they are now, whatever becomes of their folders; waits where they are not here yet.
+    def hold(self, reference: AdapterReference) -> None:
+        """Keeps an adapter as it is now, whatever becomes of its folder.
 
-        Returns:
-            Digest to reason, for those that cannot be kept.
+        Returns at once, since the engine waits here: `HeldAdapters.pushed` tells the outcome. The folder must stay as
+        it is until then.
         """
-        failed = {}
-        for reference in references:
-            try:
-                # The engine waits here, so it does not queue behind what others load for one that is in memory.
-                packed = self._ready.get(reference.digest) or self.held.get(reference.digest)
-                self.held.keep(packed or self._pool.submit(self._load, reference).result())
-            except Exception as error:
-                failed[reference.digest] = _reason(error)
-        return failed
+
+        def start() -> Future[PackedAdapter]:
+            packed = self._ready.get(reference.digest)
+            if packed is None:
+                return self._pool.submit(self._load, reference)
+            here: Future[PackedAdapter] = Future()
+            here.set_result(packed)
+            return here
+
+        self.held.expect(reference.digest, start)
 
     def put(self, adapter: Adapter) -> PackedAdapter:
         """Packs and keeps an adapter that is in memory already.

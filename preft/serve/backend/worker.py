@@ -133,12 +133,12 @@ class PreftWorker(_Worker):
         self.preft_tier.held.push(digest, manifest, tensors)
 
     def preft_pushed(self, digest: str, wait: bool) -> dict[str, Any] | None:
-        """The outcome of a push; see `HeldAdapters.pushed`."""
+        """The outcome of a push or a hold; see `HeldAdapters.pushed`."""
         return self.preft_tier.held.pushed(digest, wait=wait)
 
-    def preft_hold(self, references: list[str]) -> dict[str, str]:
-        """Keeps adapters whose folders are about to change; digest to reason for those that cannot be kept."""
-        return self.preft_tier.hold([AdapterReference.decode(text) for text in references])
+    def preft_hold(self, reference: str) -> None:
+        """Starts keeping an adapter whose folder is about to change; see `HostTier.hold`."""
+        self.preft_tier.hold(AdapterReference.decode(reference))
 
     def preft_failure(self, digest: str) -> str | None:
         """Why an adapter could not be loaded last, or None."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class ServeOptions:
 
 def plan_launch(
     model: str,
-    folder: Path,
+    find: Callable[[], Path],
     adapters: Mapping[str, Path],
     settings: EngineSettings,
     options: ServeOptions,
@@ -122,7 +122,7 @@ def plan_launch(
 
     Args:
         model: The base model as the user named it.
-        folder: Its checkpoint.
+        find: Returns its checkpoint; called last, since it may fetch one.
         adapters: Adapter folders by name.
         settings: Of the engine.
         options: Of the server.
@@ -151,16 +151,6 @@ def plan_launch(
         environment.pop("VLLM_API_KEY", None)
     tls = {"ssl-keyfile", "ssl-certfile"} <= option_names(options.passthrough)
     address = Address(options.host, _free_port(options.host, options.port), tls)
-    command = (
-        sys.executable,
-        "-m",
-        SERVER_MODULE,
-        *_engine_flags(folder, settings, options.passthrough),
-        *("--served-model-name", *names),
-        *("--host", address.host, "--port", str(address.port)),
-        *_quiet_flags(options),
-        *options.passthrough,
-    )
     plan = ServePlan(
         model,
         tuple(names),
@@ -172,6 +162,16 @@ def plan_launch(
         access_log=_writable(options.access_log) if options.access_log is not None else None,
         max_push_bytes=options.max_push_mib << 20,
         status_page=options.status_page,
+    )
+    command = (
+        sys.executable,
+        "-m",
+        SERVER_MODULE,
+        *_engine_flags(find(), settings, options.passthrough),
+        *("--served-model-name", *names),
+        *("--host", address.host, "--port", str(address.port)),
+        *_quiet_flags(options),
+        *options.passthrough,
     )
     drain_s = option_value(options.passthrough, "shutdown-timeout") or "0"
     stop_s = _STOP_S + (float(drain_s) if drain_s.isdigit() else 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,10 +160,11 @@ class Operations:
     async def hold(self, entry: Registered) -> None:
         """Keeps an adapter in memory while requests use it, although its folder is about to change or has changed."""
         if entry.digest in self._digests_in_use():
-            failed: list[Mapping[str, str]] = await self._call("preft_hold", [entry.reference.encode()])
-            for reasons in failed:
-                for reason in reasons.values():
-                    logger.warning("Requests under `%s` may fail: %s", entry.name, reason)
+            try:
+                await self._call("preft_hold", entry.reference.encode())
+                await self._require_taken(entry.digest)
+            except (PreftError, TimeoutError) as error:
+                logger.warning("Requests under `%s` may fail: %s", entry.name, error or "the engine took too long")
 
     def requests(self, name: str) -> int:
         """How many requests under an adapter are under way."""
@@ -233,10 +234,7 @@ class Operations:
         """Brings an adapter into every worker's memory; leaves nothing there if one refuses it."""
         try:
             await self._call("preft_push", digest, manifest, tensors)
-            async with asyncio.timeout(_PUSH_S):
-                while None in (answers := await self._call("preft_pushed", digest, False)):
-                    await asyncio.sleep(_POLL_S)
-            require_pushed(digest, answers)
+            await self._require_taken(digest)
         except BaseException as error:
             with contextlib.suppress(Exception):
                 await self._release([digest])
@@ -244,6 +242,13 @@ class Operations:
                 raise
             logger.exception("A push failed")
             raise EngineError("The engine did not take the adapter in", got=type(error).__name__) from error
+
+    async def _require_taken(self, digest: str) -> None:
+        """Waits until every worker holds an adapter; no step waits for it."""
+        async with asyncio.timeout(_PUSH_S):
+            while None in (answers := await self._call("preft_pushed", digest, False)):
+                await asyncio.sleep(_POLL_S)
+        require_pushed(digest, answers)
 
     async def _install(self, entry: Registered) -> None:
         before = self.registry.get(entry.name)

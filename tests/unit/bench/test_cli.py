@@ -20,7 +20,7 @@ from tests.unit.bench.common import FACTS, fake_adapters, fake_command, run_fake
 def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Whether a benchmark was begun; the tests here must not get that far."""
     found: list[object] = []
-    monkeypatch.setattr(bench, "run_bench", lambda *args, **kwargs: found.append(args))
+    monkeypatch.setattr("preft.bench.throughput.run_bench", lambda *args, **kwargs: found.append(args))
     return found
 
 

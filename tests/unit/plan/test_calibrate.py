@@ -14,7 +14,10 @@ from preft.plan.shapes import KNOWN
 from preft.plan.workload import Workload
 from preft_cli.app import run
 
-HIDDEN = Fitted(bandwidth=2.2e10, flops=6e11, step_overhead_s=2e-3, launch_us=20.0, adapter_factor=3.0)
+HIDDEN = Fitted(
+    bandwidth=1.5e10, flops=3e11, step_overhead_s=1.5e-3, launch_us=70.0, adapter_factor=1.4, attention_factor=2.5
+)
+"""A machine of the kind that a CPU is taken to be, with none of its figures."""
 SHAPE = KNOWN["smollm2-135m"]
 
 
@@ -128,3 +131,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "accepted: ADAPTERS,RANK, such as 8,16" in capsys.readouterr().err
     assert run(["plan", "--model", "smollm2-135m"]) == 2
     assert "`--gpu` is missing" in capsys.readouterr().err
+    assert run([*flags, "--gpu", "h100", "--rank", "8"]) == 2
+    assert "`--calibrate` does not read `--gpu`, `--rank`" in capsys.readouterr().err
+    assert run(["plan", "--model", "smollm2-135m", "--gpu", "h100", "--calibrate-at", "8,16"]) == 2
+    assert "`--calibrate-at` needs a result" in capsys.readouterr().err

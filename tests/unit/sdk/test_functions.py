@@ -15,6 +15,7 @@ from preft.eval.run import Evaluation
 from preft.eval.stats import compare_pairs
 from preft.sdk.functions import _spec
 from preft.sdk.reports import EvaluationReport
+from preft_cli.app import run as run_command
 from tests.helpers.tiny import random_adapter
 
 
@@ -56,6 +57,13 @@ def test_a_plan_shows_and_draws_itself() -> None:
     assert "lorap" in plan._repr_html_()
     with pytest.raises(UsageError, match="`adapter` is not a setting"):
         preft.make_plan("llama-3.1-8b", "h100", adapter=64)
+
+
+def test_a_plan_has_the_commands_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        json.dumps(preft.make_plan("llama-3.1-8b", "h100").to_dict())
+    )
 
 
 def test_settings_that_do_not_exist_are_refused(tmp_path: Path) -> None:

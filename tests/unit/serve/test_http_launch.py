@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from preft.errors import EngineError, FileError, UnsupportedError, UsageError
+from preft.errors import EngineError, FileError, PreftError, UnsupportedError, UsageError
 from preft.serve.http.launch import ServeOptions, collect_adapters, default_name, plan_launch, read_key
 from preft.serve.http.plan import DESCRIPTOR_VARIABLE, ServePlan, take_plan
 from preft.serve.settings import EngineSettings
@@ -21,7 +21,7 @@ def launch(tmp_path: Path, adapters: dict[str, Path] | None = None, environment=
     settings = options.pop("settings", EngineSettings(slots=3, dtype="float32"))
     return plan_launch(
         str(tmp_path),
-        tmp_path,
+        lambda: tmp_path,
         adapters or {},
         settings,  # type: ignore[arg-type]
         ServeOptions(port=0, **options),  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
         taken.listen(1)
         options = ServeOptions(port=taken.getsockname()[1])
         with pytest.raises(UsageError, match=r"cannot listen on 127\.0\.0\.1, port"):
-            plan_launch("m", tmp_path, {}, EngineSettings(), options, ENVIRONMENT)
+            plan_launch("m", lambda: tmp_path, {}, EngineSettings(), options, ENVIRONMENT)
 
 
 def test_the_address_by_which_this_machine_reaches_it(tmp_path: Path) -> None:
@@ -238,3 +238,22 @@ def test_stored_responses_do_not_go_with_keys_for_some_adapters(tmp_path: Path) 
     launch(tmp_path, environment=stored, keys_file=all_of)
     launch(tmp_path, environment=stored)
     launch(tmp_path, environment={"VLLM_ENABLE_RESPONSES_API_STORE": "0"}, keys_file=some)
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"admin_key_file": Path("absent")}, "absent"),
+        ({"api_key_file": Path("absent")}, "absent"),
+        ({"keys_file": Path("absent")}, "absent"),
+        ({"watch": True}, "--watch"),
+        ({"access_log": Path("no/such/folder/log")}, "log"),
+        ({"passthrough": ("--lora-modules", "a=b")}, "lora-modules"),
+    ],
+)
+def test_what_is_refused_is_refused_before_the_model_is_fetched(options: dict[str, object], refused: str) -> None:
+    def fetch() -> Path:
+        raise AssertionError("the model was fetched first")
+
+    with pytest.raises(PreftError, match=refused):
+        plan_launch("m", fetch, {}, EngineSettings(), ServeOptions(port=0, **options), ENVIRONMENT)  # type: ignore[arg-type]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -112,17 +114,44 @@ def test_numbers_that_overflow_in_the_engines_type_are_a_reported_failure(
     assert "do not fit the engine's number type" in failed[adapter.digest]
 
 
+@contextmanager
+def busy_loader(tier: HostTier) -> Iterator[None]:
+    """The loader has something else to do; longer than any wait below, so that one who waits for it fails."""
+    others = threading.Event()
+    tier._pool.submit(others.wait, 60)
+    try:
+        yield
+    finally:
+        others.set()
+
+
 def test_keeping_what_is_in_memory_does_not_wait_for_other_loads(tier: HostTier, reference: AdapterReference) -> None:
     tier.prefetch([reference])
     settle(tier)
-    others = threading.Event()
-    tier._pool.submit(others.wait, 20)
-    try:
-        with ThreadPoolExecutor(1) as caller:
-            assert caller.submit(tier.hold, [reference]).result(timeout=5) == {}
-            others.set()
-    finally:
-        others.set()
+    with busy_loader(tier), ThreadPoolExecutor(1) as caller:
+        caller.submit(tier.hold, reference).result(timeout=5)
+        outcome = caller.submit(tier.held.pushed, reference.digest, wait=False).result(timeout=5)
+        assert outcome is not None
+        assert outcome["digest"] == reference.digest
     shutil.rmtree(reference.folder)
     tier.obey(LoadOrders(drop=(reference.digest,)))
     assert tier.get(reference.digest).digest == reference.digest
+
+
+def test_keeping_what_is_still_on_disk_stops_no_step(tier: HostTier, reference: AdapterReference) -> None:
+    with busy_loader(tier), ThreadPoolExecutor(1) as engine:
+        engine.submit(tier.hold, reference).result(timeout=5)
+        assert engine.submit(tier.held.pushed, reference.digest, wait=False).result(timeout=5) is None
+    outcome = tier.held.pushed(reference.digest, wait=True)
+    assert outcome is not None
+    assert outcome["digest"] == reference.digest
+    shutil.rmtree(reference.folder)
+    assert tier.get(reference.digest).digest == reference.digest
+
+
+def test_what_cannot_be_kept_is_told(tier: HostTier, reference: AdapterReference) -> None:
+    shutil.rmtree(reference.folder)
+    tier.hold(reference)
+    outcome = tier.held.pushed(reference.digest, wait=True)
+    assert outcome is not None
+    assert "cannot be opened" in outcome["error"]["message"]
