@@ -6,11 +6,16 @@ exception: the request that wanted it fails, and the engine goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
 
 from preft.adapters.adapter import Adapter
 from preft.adapters.fingerprint import BaseFingerprint
@@ -26,6 +31,8 @@ from preft.serve.backend.sites import PackedAdapter
 logger = logging.getLogger(__name__)
 
 _KEPT_FAILURES = 1024
+_NICENESS = 19
+"""Of the loader's thread: it runs in what steps leave of the cores. At 0 and 10, running requests lost their pace."""
 
 
 class HostTier:
@@ -55,7 +62,7 @@ class HostTier:
         self._packer = packer
         self._base = base
         self._allow_base_mismatch = allow_base_mismatch
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="preft-load")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="preft-load", initializer=_give_way)
         self._loads: dict[str, Future[PackedAdapter]] = {}
         self._seconds: dict[str, float] = {}
         self._ranks = ranks or OneRank()
@@ -183,6 +190,13 @@ class HostTier:
     def _pack(self, adapter: Adapter) -> PackedAdapter:
         adapter.manifest.base.require_same(self._base, allow_weights=self._allow_base_mismatch)
         return self._packer.pack(adapter)
+
+
+def _give_way() -> None:
+    """Makes the loader's thread take one core, and that only where the threads that run steps leave it."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(OSError, AttributeError):  # not everywhere is a thread's priority its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _reason(error: BaseException) -> str:
