@@ -15,8 +15,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from preft.adapters.adapter import Adapter
 from preft.adapters.fingerprint import BaseFingerprint
 from preft.adapters.store import load_adapter
@@ -193,8 +191,7 @@ class HostTier:
 
 
 def _give_way() -> None:
-    """Makes the loader's thread take one core, and that only where the threads that run steps leave it."""
-    torch.set_num_threads(1)
+    """Makes the loader's thread, and those it starts, run in what the threads that run steps leave."""
     with contextlib.suppress(OSError, AttributeError):  # not everywhere is a thread's priority its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -155,3 +156,10 @@ def test_what_cannot_be_kept_is_told(tier: HostTier, reference: AdapterReference
     outcome = tier.held.pushed(reference.digest, wait=True)
     assert outcome is not None
     assert "cannot be opened" in outcome["error"]["message"]
+
+
+def test_loading_gives_way_to_the_threads_that_run_steps(tier: HostTier) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert tier._pool.submit(niceness).result(timeout=30) == 19 >= niceness()
