@@ -187,7 +187,7 @@ def test_both_engines_answer_the_same(tiny_llama: Path, adapters: dict[str, Path
     prompts = write_rows(tmp_path / "rows.jsonl", [*ROWS, BAD[0]])
     tokens = {}
     for engine in ("hf", "vllm"):
-        extra = ("--json", "--max-model-len", "256", "--slots", "1")
+        extra = ("--json", "--max-model-len", "256", *(("--slots", "1") if engine == "vllm" else ()))
         program = [sys.executable, "-m", "preft_cli", *arguments(tiny_llama, adapters, prompts, *extra, engine=engine)]
         ended = subprocess.run(program, capture_output=True, text=True, check=False)
         assert ended.returncode == 1, ended.stderr
