@@ -268,6 +268,7 @@ def test_a_name_means_another_adapter_while_requests_run(
     """Weights at the same path and name change: those under way keep the old, later ones get the new."""
     save_adapter(adapters["second"], tmp_path / "it")
     engine.add("it", tmp_path / "it")
+    engine.prefetch(["it"])  # a load under way would find the new weights
     prompt = prompt_of(70, 2 * BLOCK + 3)
     reset_cache(engine)
     old = submit(engine, request_of("old", prompt, "it"))

@@ -190,6 +190,16 @@ _OF_OUR_SERVER = (
 _Compiled = Annotated[bool, typer.Option("--compile", help="Start the server with its model compiled.")]
 
 
+def _require_read(context: typer.Context, url: str | None, trace: Path | None, api_key_file: Path | None) -> None:
+    """Refuses what the chosen server or arrivals would ignore."""
+    if url is not None:
+        require_unread(context, "`--url`", _OF_OUR_SERVER)
+    elif api_key_file is not None:
+        raise UsageError("`--api-key-file` is for a server that runs already", accepted="`--url URL`")
+    if trace is not None:
+        require_unread(context, "`--trace`", ("seconds", "burstiness", "input_len", "output_len"))
+
+
 @app.command(
     "latency",
     epilog=examples(
@@ -238,12 +248,7 @@ def latency(
     rows.jsonl, latency.png, latency.svg and index.html. Exit status 1 if requests failed.
     """
     session = Session(as_json=as_json, quiet=quiet, verbose=verbose)
-    if url is not None:
-        require_unread(context, "`--url`", _OF_OUR_SERVER)
-    elif api_key_file is not None:
-        raise UsageError("`--api-key-file` is for a server that runs already", accepted="`--url URL`")
-    if trace is not None:
-        require_unread(context, "`--trace`", ("seconds", "burstiness", "input_len", "output_len"))
+    _require_read(context, url, trace, api_key_file)
     from preft.bench.latency.spec import LatencySpec, read_trace
     from preft.bench.spec import BenchSpec
     from preft_cli.bench import names, rank_lists

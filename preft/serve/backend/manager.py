@@ -8,7 +8,7 @@ parallel linear layer of vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY, LRUCacheLoRAModelManager
@@ -51,6 +51,7 @@ class PreftModelManager(LRUCacheLoRAModelManager):
     state: StepState
     infos: tuple[ModuleInfo, ...]
     supported_lora_modules: list[str]
+    _passes_wrappers_by: ClassVar[bool] = True
     _linear_site: type[LinearSite]
     _block_site: type[BlockSite]
 
@@ -97,7 +98,7 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         if len(parts) > 1:
             widths = _full_slices(module, widths)
         module.set_mapping(self._linear_site(self.state, index))
-        if not self._preft_options.compiled:
+        if self._passes_wrappers_by and not self._preft_options.compiled:
             skip_without_rows(module, self.state)
         return ModuleInfo(index, name, SiteKind.LINEAR, parts, _full_input(module), widths, module)
 

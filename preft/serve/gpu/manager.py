@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 
@@ -34,6 +34,8 @@ class PreftGPUModelManager(PreftModelManager):
         tables: By module index, the tables of block sites.
     """
 
+    # Which rows are adapted is on the device here, and a graph keeps every branch.
+    _passes_wrappers_by: ClassVar[bool] = False
     punica: PreftPunicaGPU
     blocks: BlockState
     tables: dict[int, BlockTables]

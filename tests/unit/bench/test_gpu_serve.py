@@ -32,6 +32,7 @@ def test_every_call_is_accepted(
     gpus = gpu_serve.SETTINGS[name].gpus
     assert [(spec.adapters, spec.tp) for spec in specs] == [((2,), gpus), ((512,), gpus)]
     # Refused for its model, which is not here, and not for how it is called.
+    gpu_serve.write_prompts(tmp_path / "prompts.jsonl", ["a0"], 2)
     assert run(calls[2][1:]) == 1
     assert "is not on this machine" in capsys.readouterr().err
 

@@ -110,6 +110,7 @@ def test_the_planner_is_set_beside_measurement_and_paper() -> None:
         }
     ]
     achieved = {"bandwidth": 2e10, "flops": 5e11, "step_overhead_s": 1e-3, "launch_us": 3.0, "adapter_factor": 2.0}
+    achieved["attention_factor"] = 2.0
     document = {
         "calibrated_at": {"adapters": 64, "lora_rank": 16},
         "achieved": achieved,
