@@ -37,8 +37,11 @@ class Picture:
     svg: str
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(what: str = "Curves") -> None:
     """Checks that pictures can be drawn.
+
+    Args:
+        what: The pictures, as a sentence begins with them.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -46,7 +49,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UnsupportedError("Curves need matplotlib", hint="pip install matplotlib") from None
+        raise UnsupportedError(f"{what} need matplotlib", hint="pip install matplotlib") from None
 
 
 def save_png(draw: Draw, path: Path, size: tuple[float, float] = PANEL_SIZE) -> Path:

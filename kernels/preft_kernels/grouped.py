@@ -60,34 +60,6 @@ UpdatePlan = tuple[Product | Gathered, ...]
 """The products of one module in one step."""
 
 
-def grouped_update(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    runs: Sequence[Run],
-    sites: Sequence[Sequence[PackedSite | None]],
-    *,
-    stacks: StackCache | None = None,
-    module: int = 0,
-) -> int:
-    """Adds each adapter's update to its own rows.
-
-    Semantics: for each segment s of each run, with site = sites[run][s]:
-        y[rows, part.column:part.column_stop] += (x[rows] @ down_t + bias)[:, part ranks] @ up_t
-
-    Args:
-        y: [T, d_out], any row stride; mutated in place.
-        x: [T, d_in]; may be `y` itself.
-        runs: Rows of each adapter.
-        sites: For each run, the numbers of each of its segments, or None where the adapter has nothing here.
-        stacks: Where the stacked weights of single rows are kept for the next step, if anywhere.
-        module: The module's key there.
-
-    Returns:
-        Number of matrix products that ran.
-    """
-    return run_updates(plan_updates(runs, sites, stacks=stacks, module=module), y, x)
-
-
 def plan_updates(
     runs: Sequence[Run],
     sites: Sequence[Sequence[PackedSite | None]],
@@ -95,9 +67,15 @@ def plan_updates(
     stacks: StackCache | None = None,
     module: int = 0,
 ) -> UpdatePlan:
-    """Works out the products of `grouped_update`, whose arguments these are.
+    """Works out the products of one module in one step.
 
     A plan holds the sites, and stacks that are kept: drop it when the step's rows or adapters change.
+
+    Args:
+        runs: Rows of each adapter.
+        sites: For each run, the numbers of each of its segments, or None where the adapter has nothing here.
+        stacks: Where the stacked weights of single rows are kept for the next step, if anywhere.
+        module: The module's key there.
     """
     plan: list[Product | Gathered] = []
     for run, run_sites in zip(runs, sites, strict=True):
@@ -115,7 +93,10 @@ def plan_updates(
 
 
 def run_updates(plan: UpdatePlan, y: torch.Tensor, x: torch.Tensor) -> int:
-    """Runs the products of a plan.
+    """Adds each adapter's update to its own rows.
+
+    Semantics: for each segment s of each run that was planned, with site = sites[run][s]:
+        y[rows, part.column:part.column_stop] += (x[rows] @ down_t + bias)[:, part ranks] @ up_t
 
     Args:
         plan: From `plan_updates`.

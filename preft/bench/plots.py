@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from preft.bench.facts import plain_arm
-from preft.errors import FileError, UnsupportedError
+from preft.errors import FileError
 from preft.pictures import svg_element
 
 LOOKS = {
@@ -34,18 +34,6 @@ INK = "#0a0b0c"
 """Colour of text and axes in the page's picture, replaced there by the page's own."""
 
 
-def require_matplotlib() -> None:
-    """Checks, before anything is measured, that plots can be drawn.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UnsupportedError("Plots need matplotlib", hint="pip install matplotlib") from None
-
-
 def save_plots(entries: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Writes `throughput.png` and `throughput.svg`; nothing if no arm was measured.
 
@@ -54,11 +42,6 @@ def save_plots(entries: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """
     measured = _measured(entries)
     return save_figure(lambda pyplot: _figure(measured, pyplot), folder, "throughput") if measured else []
-
-
-def inline_svg(entries: Sequence[dict[str, Any]]) -> str | None:
-    """The pictures for a page as one text, or None if no arm was measured."""
-    return "\n".join(inline_svgs(entries)) or None
 
 
 def inline_svgs(entries: Sequence[dict[str, Any]]) -> list[str]:

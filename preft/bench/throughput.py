@@ -6,13 +6,13 @@ import importlib.util
 from typing import Any
 
 from preft.bench.facts import available_memory, read_facts, room_for_adapters
-from preft.bench.plots import require_matplotlib
 from preft.bench.report import Report, write_report
 from preft.bench.runner import Outcome, run_bench
 from preft.bench.spec import BenchSpec, require_fitting, require_writable
 from preft.config.progress import Progress
 from preft.errors import EngineError
 from preft.models.locate import locate_model
+from preft.pictures import require_matplotlib
 
 
 def require_runnable(spec: BenchSpec, *, adapter_dir: str = "adapter_dir") -> None:
@@ -28,7 +28,7 @@ def require_runnable(spec: BenchSpec, *, adapter_dir: str = "adapter_dir") -> No
     """
     require_writable(spec.out)
     require_writable(spec.generated, flag=adapter_dir)
-    require_matplotlib()
+    require_matplotlib("Plots")
     if importlib.util.find_spec("vllm") is None:
         raise EngineError("vLLM is not installed", hint="`make setup` on CPU, `make gpu` on NVIDIA")
 

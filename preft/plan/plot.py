@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from preft.errors import FileError, UnsupportedError, UsageError
+from preft.errors import FileError, UsageError
+from preft.pictures import require_matplotlib
 from preft.plan.plan import Plan, sweep
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -30,10 +31,7 @@ def require_plot_path(path: Path) -> None:
         )
     if not path.absolute().parent.is_dir():
         raise FileError(f"The folder of `{path}` does not exist")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UnsupportedError("Plots need matplotlib", hint="pip install matplotlib") from None
+    require_matplotlib("Plots")
 
 
 def save_plot(plan: Plan, path: Path) -> None:

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from preft_kernels.grouped import grouped_update
+from preft_kernels.grouped import plan_updates, run_updates
 from preft_kernels.packed import PackedSite, UpPart
 from preft_kernels.rows import Run
 from preft_kernels.stacks import StackCache
@@ -48,7 +48,7 @@ def test_kept_stacks_give_the_numbers_of_the_definition(bias: bool) -> None:
         draw = torch.Generator().manual_seed(100 + step)
         x, y = (torch.randn(COUNT, WIDTH, generator=draw) for _ in range(2))
         right = expected(y, x, sites, 1)
-        grouped_update(y, x, [Run(0, 1, tuple(range(COUNT)))], [sites], stacks=stacks)
+        run_updates(plan_updates([Run(0, 1, tuple(range(COUNT)))], [sites], stacks=stacks), y, x)
         torch.testing.assert_close(y.double(), right, atol=1e-5, rtol=1e-5)  # float32 against float64
     assert stacks.num_built == 1
 
@@ -56,7 +56,8 @@ def test_kept_stacks_give_the_numbers_of_the_definition(bias: bool) -> None:
 def decode(stacks: StackCache, sites: list[PackedSite], *, module: int = 0, length: int = 1) -> None:
     x, y = torch.randn(len(sites) * length, WIDTH), torch.zeros(len(sites) * length, WIDTH)
     right = expected(y, x, sites, length)
-    grouped_update(y, x, [Run(0, length, tuple(range(len(sites))))], [sites], stacks=stacks, module=module)
+    runs = [Run(0, length, tuple(range(len(sites))))]
+    run_updates(plan_updates(runs, [sites], stacks=stacks, module=module), y, x)
     torch.testing.assert_close(y.double(), right, atol=1e-5, rtol=1e-5)
 
 
@@ -100,7 +101,7 @@ def test_rows_that_share_adapters(pattern: tuple[int | None, ...], same: bool) -
         for row, member in enumerate(sites, start=1):
             if member is not None:
                 right[row] = expected(y[row : row + 1], x[row : row + 1], [member], 1)[0]
-        grouped_update(y, x, [Run(1, 1, tuple(range(count)))], [sites], stacks=stacks)
+        run_updates(plan_updates([Run(1, 1, tuple(range(count)))], [sites], stacks=stacks), y, x)
         torch.testing.assert_close(y.double(), right, atol=1e-5, rtol=1e-5)
     distinct = {index for index in pattern if index is not None}
     # Each adapter's numbers are stacked at most once, however many rows it has.

@@ -8,7 +8,7 @@ parallel linear layer of vLLM.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY, LRUCacheLoRAModelManager
@@ -51,7 +51,6 @@ class PreftModelManager(LRUCacheLoRAModelManager):
     state: StepState
     infos: tuple[ModuleInfo, ...]
     supported_lora_modules: list[str]
-    _passes_wrappers_by: ClassVar[bool] = True
     _linear_site: type[LinearSite]
     _block_site: type[BlockSite]
 
@@ -97,10 +96,14 @@ class PreftModelManager(LRUCacheLoRAModelManager):
         widths = tuple(module.output_slices) if len(parts) > 1 else (_full_output(module),)
         if len(parts) > 1:
             widths = _full_slices(module, widths)
-        module.set_mapping(self._linear_site(self.state, index))
-        if self._passes_wrappers_by and not self._preft_options.compiled:
-            skip_without_rows(module, self.state)
+        self._connect(index, module)
         return ModuleInfo(index, name, SiteKind.LINEAR, parts, _full_input(module), widths, module)
+
+    def _connect(self, index: int, module: Any) -> None:
+        """Gives a module that vLLM wrapped what it asks for its update."""
+        module.set_mapping(self._linear_site(self.state, index))
+        if not self._preft_options.compiled:
+            skip_without_rows(module, self.state)
 
     def _wire_head(self, index: int, name: str) -> ModuleInfo:
         processor = next(found for found in self.model.modules() if isinstance(found, LogitsProcessorWithLoRA))

@@ -7,8 +7,9 @@ instead of on padded stacks for all slots. A block-output site is a wrapper on t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import nn
@@ -147,43 +148,43 @@ class BlockSite:
         return output
 
 
-_skipping_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
 def skip_without_rows(module: nn.Module, state: StepState) -> None:
     """Makes a module that vLLM wrapped call what it wraps, in steps without adapted rows.
 
     vLLM's wrapper asks for an update at every call: some 25 us a module in Python, 3 % of a decode step that nothing
     is adapted in. Not for a compiled forward pass, whose branches are taken when it is traced.
     """
-    base = type(module)
-    if base not in _skipping_classes:
-
-        def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-            if not self.preft_state.rows.token_runs:  # type: ignore[union-attr]
-                return self.base_layer(*args, **kwargs)  # type: ignore[operator]
-            return base.forward(self, *args, **kwargs)
-
-        _skipping_classes[base] = type(f"Preft{base.__name__}", (base,), {"forward": forward})
     module.preft_state = state  # type: ignore[assignment]
-    module.__class__ = _skipping_classes[base]
-
-
-_sited_classes: dict[type[nn.Module], type[nn.Module]] = {}
+    module.__class__ = _subclass(type(module), _skipping)  # type: ignore[arg-type]
 
 
 def install_block_site(layer: nn.Module, site: BlockSite) -> None:
-    """Makes a decoder layer apply `site` to its output.
-
-    The layer's class is swapped for a subclass: module names, parameter names and weight reloading stay as they are,
-    which replacing the module would not leave, and the forward pass stays an ordinary method, which a hook is not.
-    """
-    base = type(layer)
-    if base not in _sited_classes:
-
-        def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-            return self.preft_site.apply(base.forward(self, *args, **kwargs))  # type: ignore[operator,union-attr]
-
-        _sited_classes[base] = type(f"Preft{base.__name__}", (base,), {"forward": forward})
+    """Makes a decoder layer apply `site` to its output."""
     layer.preft_site = site  # type: ignore[assignment]
-    layer.__class__ = _sited_classes[base]
+    layer.__class__ = _subclass(type(layer), _sited)  # type: ignore[arg-type]
+
+
+@cache
+def _subclass(base: type[nn.Module], around: Callable[[type[nn.Module]], Callable[..., object]]) -> type[nn.Module]:
+    """A class that differs from `base` in its forward pass alone, for modules that are there already.
+
+    Module names, parameter names and weight reloading stay as they are, which replacing the module would not leave,
+    and the forward pass stays an ordinary method, which a hook is not.
+    """
+    return type(f"Preft{base.__name__}", (base,), {"forward": around(base)})
+
+
+def _skipping(base: type[nn.Module]) -> Callable[..., object]:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        if not self.preft_state.rows.token_runs:  # type: ignore[union-attr]
+            return self.base_layer(*args, **kwargs)  # type: ignore[operator]
+        return base.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _sited(base: type[nn.Module]) -> Callable[..., object]:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return self.preft_site.apply(base.forward(self, *args, **kwargs))  # type: ignore[operator,union-attr]
+
+    return forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.lora.model_manager import DEFAULT_LANGUAGE_WRAPPER_KEY
 
@@ -34,8 +34,6 @@ class PreftGPUModelManager(PreftModelManager):
         tables: By module index, the tables of block sites.
     """
 
-    # Which rows are adapted is on the device here, and a graph keeps every branch.
-    _passes_wrappers_by: ClassVar[bool] = False
     punica: PreftPunicaGPU
     blocks: BlockState
     tables: dict[int, BlockTables]
@@ -55,10 +53,9 @@ class PreftGPUModelManager(PreftModelManager):
         )
         self.punica_wrapper_mapping = {DEFAULT_LANGUAGE_WRAPPER_KEY: self.punica}
 
-    def _wire_linear(self, index: int, name: str, module: Any) -> ModuleInfo:
-        info = super()._wire_linear(index, name, module)
+    def _connect(self, index: int, module: Any) -> None:
+        """Always through vLLM's wrapper: which rows are adapted is on the device, and a graph keeps every branch."""
         module.set_mapping(self.punica)
-        return info
 
     def _wire_block(self, index: int, name: str, layer: nn.Module, residual: Residual) -> ModuleInfo:
         width = self.model.config.get_text_config().hidden_size

@@ -164,7 +164,7 @@ class Operations:
                 await self._call("preft_hold", entry.reference.encode())
                 await self._require_taken(entry.digest)
             except (PreftError, TimeoutError) as error:
-                logger.warning("Requests under `%s` may fail: %s", entry.name, error or "the engine took too long")
+                logger.warning("Requests under `%s` may fail: %s", entry.name, str(error) or "the engine took too long")
 
     def requests(self, name: str) -> int:
         """How many requests under an adapter are under way."""
